@@ -1,0 +1,181 @@
+//! Everything a request may read, validated together. A request takes one snapshot and keeps it from start to finish.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::fleet::EngineKind;
+use crate::scheduler::{Limits, Policy, Slots, Weight};
+
+/// One validated configuration. Built by [`super::load`], never changed.
+#[derive(Clone, Debug)]
+pub struct Snapshot {
+    /// Where clients connect. A change needs a restart; everything else is reloadable.
+    pub listen: SocketAddr,
+    /// Certificate chain and key for TLS on `listen`.
+    pub tls: Option<Tls>,
+    /// Where operators connect.
+    pub admin: SocketAddr,
+    /// Worker threads of the listener; 0 is one per core.
+    pub threads: usize,
+    /// The policy of pools that name none.
+    pub policy: Arc<NamedPolicy>,
+    /// The scoring stage; `None` orders by prompt length.
+    pub ranker: Option<RankerSettings>,
+    /// Body, header and wait limits of the edge.
+    pub edge: Edge,
+    /// The pools in the order of the file.
+    pub pools: Vec<Arc<Pool>>,
+    /// Every name a client may ask for, aliases included.
+    pub models: BTreeMap<String, Route>,
+}
+
+/// A policy and the name it was loaded under, for headers and metrics.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NamedPolicy {
+    pub name: String,
+    pub policy: Policy,
+}
+
+/// Files of the listener's certificate.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Tls {
+    pub cert: PathBuf,
+    pub key: PathBuf,
+}
+
+/// Where the ranker is and how long a request waits for it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RankerSettings {
+    /// A model directory.
+    pub weights: PathBuf,
+    pub device: Device,
+    /// `None`: 15 ms on a GPU, 50 ms on a CPU.
+    pub deadline: Option<Duration>,
+    /// CPU threads; 0 is one per core less one, at least one.
+    pub threads: usize,
+}
+
+/// Where the ranker computes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Device {
+    Auto,
+    Cpu,
+    Cuda(usize),
+}
+
+/// Limits of the HTTP edge.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Edge {
+    /// Largest request body, in bytes.
+    pub max_body: u64,
+    /// Sum of request bodies held at once, in bytes.
+    pub max_body_total: u64,
+    /// Largest request head (request line and headers), in bytes.
+    pub max_head: usize,
+    /// How long a client may take to send its head.
+    pub head_timeout: Duration,
+    /// How long a client may take to send its body.
+    pub body_timeout: Duration,
+    /// How long running requests may go on after SIGTERM.
+    pub drain: Duration,
+    /// Whether `x-headway-*` response headers are sent.
+    pub headers: bool,
+}
+
+/// Where a model name leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Route {
+    /// Index into [`Snapshot::pools`].
+    pub pool: usize,
+    /// The name the backends know it by, where it differs from the client's.
+    pub upstream: Option<String>,
+}
+
+/// Interchangeable backends that serve the same models.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Pool {
+    pub name: String,
+    pub policy: Arc<NamedPolicy>,
+    /// Names clients may ask for and the upstream name of each, in the order of the file. Empty: any model (a pool made by `--backend`), learnt from /v1/models.
+    pub models: Vec<(String, Option<String>)>,
+    pub backends: Vec<BackendSettings>,
+    pub limits: Limits,
+    pub timeouts: Timeouts,
+    /// Attempts on other backends before the first byte.
+    pub retries: u32,
+    /// Retries per second the whole pool may spend.
+    pub retry_budget: u32,
+}
+
+/// One backend as configured. Its `url` is its identity across reloads.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BackendSettings {
+    pub url: BackendUrl,
+    /// `None`: found out.
+    pub engine: Option<EngineKind>,
+    /// `None`: `auto`.
+    pub slots: Option<Slots>,
+    pub weight: Weight,
+    /// Sent as `authorization: Bearer`; never printed.
+    pub api_key: Option<Secret>,
+    /// Tokens that fit its KV cache; `None`: found out where the engine tells.
+    pub kv_tokens: Option<u64>,
+    /// Send the queue key as the engine's own `priority` field (vLLM, SGLang); asks for an engine started with priority scheduling.
+    pub priority: bool,
+}
+
+/// `http://host:port` with an optional path prefix.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BackendUrl {
+    pub host: String,
+    pub port: u16,
+    /// Without a trailing slash; empty for none.
+    pub prefix: String,
+}
+
+impl BackendUrl {
+    /// `host:port`, as in a `host` header; an IPv6 host has its brackets.
+    pub fn authority(&self) -> String {
+        format!("{}:{}", self.host, self.port)
+    }
+}
+
+impl std::fmt::Display for BackendUrl {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "http://{}:{}{}", self.host, self.port, self.prefix)
+    }
+}
+
+/// The five waits of a request, each with its own name in errors and metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Timeouts {
+    pub connect: Duration,
+    pub queue: Duration,
+    pub first_byte: Duration,
+    pub inter_chunk: Duration,
+    pub total: Duration,
+}
+
+/// A value that does not show itself.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    pub fn new(value: String) -> Self {
+        Secret(value)
+    }
+
+    /// The value, for the one place that sends it.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}
