@@ -1,5 +1,5 @@
-pub mod scheduler;
 #[cfg(feature = "gateway")]
 pub mod config;
 #[cfg(feature = "gateway")]
 pub mod fleet;
+pub mod scheduler;
