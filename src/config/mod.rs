@@ -1,5 +1,129 @@
 //! Files to one validated [`Snapshot`]. The only place that knows YAML.
+//!
+//! `raw` is what users write, `text` reads single values, `validate` checks and joins them, `policy` finds policies. A wrong file yields one
+//! [`ConfigError`] with every problem that could be found: file, line, column, field, and what to write instead.
 
+mod error;
+mod near;
+mod parse;
+mod policy;
+mod raw;
 mod snapshot;
+mod text;
+mod validate;
 
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+
+pub use error::{ConfigError, Problem};
+pub use near::near;
+pub use policy::{built_in_policies, policy};
 pub use snapshot::*;
+pub use text::Mistake;
+
+use crate::scheduler::Weight;
+use validate::{Environment, show_bytes, show_duration};
+
+/// Reads and checks a configuration file and the files it names.
+///
+/// # Errors
+/// Everything that is wrong with it.
+pub fn load(path: &Path) -> Result<Snapshot, ConfigError> {
+    load_with(path, &|name| std::env::var(name).ok())
+}
+
+fn load_with(path: &Path, environment: Environment) -> Result<Snapshot, ConfigError> {
+    let bytes = std::fs::read(path).map_err(|error| {
+        ConfigError::of_file(
+            path,
+            format!("cannot be read: {error}"),
+            "name a configuration file, or start without one: headway serve --backend http://127.0.0.1:8000".into(),
+        )
+    })?;
+    let text = String::from_utf8(bytes).map_err(|_| ConfigError::of_file(path, "is not UTF-8 text".into(), "save it as UTF-8".into()))?;
+    let raw: raw::File = parse::parse(path, &text)?;
+    validate::validate(path, &raw, environment)
+}
+
+/// The configuration of `headway serve --backend URL ...`: one pool that takes any model, all else default. A URL given twice counts once.
+pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr, policy: NamedPolicy) -> Snapshot {
+    let policy = Arc::new(policy);
+    let mut backends: Vec<BackendSettings> = Vec::new();
+    for url in urls {
+        if backends.iter().all(|known| known.url != *url) {
+            backends.push(BackendSettings {
+                url: url.clone(),
+                engine: None,
+                slots: None,
+                weight: Weight::ONE,
+                api_key: None,
+                kv_tokens: None,
+                priority: false,
+            });
+        }
+    }
+    let pool = Pool {
+        name: "default".into(),
+        policy: Arc::clone(&policy),
+        models: Vec::new(),
+        backends,
+        limits: DEFAULT_LIMITS,
+        timeouts: Timeouts::default(),
+        retries: DEFAULT_RETRIES,
+        retry_budget: DEFAULT_RETRY_BUDGET,
+    };
+    Snapshot {
+        listen,
+        tls: None,
+        admin,
+        threads: 0,
+        policy,
+        ranker: None,
+        edge: Edge::default(),
+        pools: vec![Arc::new(pool)],
+        models: BTreeMap::new(),
+        sources: Vec::new(),
+    }
+}
+
+/// `headway check FILE`: the same validation as start and reload, and a summary for people.
+///
+/// # Errors
+/// Everything that is wrong with the file.
+pub fn check(path: &Path) -> Result<String, ConfigError> {
+    load(path).map(|snapshot| summary(path, &snapshot))
+}
+
+fn summary(path: &Path, snapshot: &Snapshot) -> String {
+    let mut out = format!("{} is valid\n", path.display());
+    let tls = if snapshot.tls.is_some() { "https" } else { "http" };
+    let ranker = snapshot.ranker.as_ref().map_or("off (orders by prompt length)".into(), |ranker| ranker.weights.display().to_string());
+    // Writing to a String cannot fail.
+    let _ = writeln!(out, "  clients    {tls}://{}", snapshot.listen);
+    let _ = writeln!(out, "  operators  http://{}", snapshot.admin);
+    let _ = writeln!(out, "  ranker     {ranker}");
+    let _ = writeln!(out, "  bodies     up to {}, {} in sum", show_bytes(snapshot.edge.max_body), show_bytes(snapshot.edge.max_body_total));
+    for pool in &snapshot.pools {
+        let _ = writeln!(out, "  pool {}: policy {}, waits up to {}", pool.name, pool.policy.name, show_duration(pool.timeouts.queue));
+        if pool.models.is_empty() {
+            let _ = writeln!(out, "    any model its backends serve");
+        }
+        for (name, upstream) in &pool.models {
+            let _ = match upstream {
+                Some(upstream) => writeln!(out, "    model {name} (the backends know it as {upstream})"),
+                None => writeln!(out, "    model {name}"),
+            };
+        }
+        for backend in &pool.backends {
+            let engine = backend.engine.map_or("engine found out", |engine| engine.as_str());
+            let _ = writeln!(out, "    backend {} ({engine})", backend.url);
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests;

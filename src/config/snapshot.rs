@@ -1,7 +1,7 @@
 //! Everything a request may read, validated together. A request takes one snapshot and keeps it from start to finish.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,7 +30,26 @@ pub struct Snapshot {
     pub pools: Vec<Arc<Pool>>,
     /// Every name a client may ask for, aliases included.
     pub models: BTreeMap<String, Route>,
+    /// The files it was read from, the configuration itself first; empty when it came from the command line.
+    pub sources: Vec<PathBuf>,
 }
+
+/// Where clients connect when nothing else is said.
+pub const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 8080);
+/// Where operators connect when nothing else is said: not reachable from other machines.
+pub const DEFAULT_ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9090);
+/// Limits of a pool's queue when nothing else is said.
+pub const DEFAULT_LIMITS: Limits = Limits { queue_requests: 100_000, queue_bytes: 1 << 30, max_output: 32_768 };
+/// Attempts on other backends when nothing else is said.
+pub const DEFAULT_RETRIES: u32 = 2;
+/// Retries per second of one pool when nothing else is said.
+pub const DEFAULT_RETRY_BUDGET: u32 = 10;
+/// Where an automatic window starts when the engine does not say how many slots it has.
+pub const DEFAULT_INITIAL_SLOTS: u32 = 8;
+/// What an automatic window never grows above when nothing else is said.
+pub const DEFAULT_MAX_SLOTS: u32 = 1024;
+/// The largest window that can be asked for.
+pub const MAX_SLOTS: u32 = 65_536;
 
 /// A policy and the name it was loaded under, for headers and metrics.
 #[derive(Clone, Debug, PartialEq)]
@@ -83,6 +102,20 @@ pub struct Edge {
     pub drain: Duration,
     /// Whether `x-headway-*` response headers are sent.
     pub headers: bool,
+}
+
+impl Default for Edge {
+    fn default() -> Self {
+        Edge {
+            max_body: 30 << 20,
+            max_body_total: 2 << 30,
+            max_head: 64 << 10,
+            head_timeout: Duration::from_secs(10),
+            body_timeout: Duration::from_secs(120),
+            drain: Duration::from_secs(120),
+            headers: true,
+        }
+    }
 }
 
 /// Where a model name leads.
@@ -157,6 +190,19 @@ pub struct Timeouts {
     pub first_byte: Duration,
     pub inter_chunk: Duration,
     pub total: Duration,
+}
+
+/// Long enough for reasoning models on busy backends, short enough that a dead connection is noticed.
+impl Default for Timeouts {
+    fn default() -> Self {
+        Timeouts {
+            connect: Duration::from_secs(2),
+            queue: Duration::from_secs(600),
+            first_byte: Duration::from_secs(300),
+            inter_chunk: Duration::from_secs(120),
+            total: Duration::from_secs(7200),
+        }
+    }
 }
 
 /// A value that does not show itself.

@@ -10,3 +10,21 @@ pub enum EngineKind {
     Ollama,
     OpenAi,
 }
+
+impl EngineKind {
+    /// Every family.
+    pub const ALL: [EngineKind; 6] =
+        [EngineKind::Vllm, EngineKind::Sglang, EngineKind::Tgi, EngineKind::LlamaCpp, EngineKind::Ollama, EngineKind::OpenAi];
+
+    /// The name in configuration, metrics and the admin view.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            EngineKind::Vllm => "vllm",
+            EngineKind::Sglang => "sglang",
+            EngineKind::Tgi => "tgi",
+            EngineKind::LlamaCpp => "llamacpp",
+            EngineKind::Ollama => "ollama",
+            EngineKind::OpenAi => "openai",
+        }
+    }
+}

@@ -8,6 +8,6 @@ mod time;
 
 pub use event::*;
 pub use outcome::{Ending, Reason};
-pub use policy::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyParts, Target};
+pub use policy::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
 pub use score::{RankerVersion, Score, Scored, Weight};
 pub use time::Time;

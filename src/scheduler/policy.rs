@@ -72,6 +72,58 @@ pub struct PolicyParts {
     pub overload: bool,
 }
 
+/// Why parts do not make a policy.
+#[derive(Clone, Copy, Debug, PartialEq, thiserror::Error)]
+pub enum PolicyError {
+    #[error("gamma is a rate in 1/s: {0} is not greater than 0")]
+    Gamma(f64),
+    #[error("max_overtake is {}s and gamma {gamma}: together they flatten the order to arrival; gamma must be at least 4 / max_overtake", within.as_secs_f64())]
+    Flat { gamma: f64, within: Duration },
+    #[error("max_overtake must be longer than 0")]
+    MaxOvertake,
+    #[error("aging.threshold must be longer than 0")]
+    AgingThreshold,
+    #[error("aging.share is a share from 0 to 1, not {0}")]
+    AgingShare(f64),
+}
+
+impl Policy {
+    /// Puts the parts together.
+    ///
+    /// # Errors
+    /// A part is out of range, or two contradict each other.
+    pub fn new(parts: PolicyParts) -> Result<Self, PolicyError> {
+        let PolicyParts { order, gamma, max_overtake, aging_threshold, aging_share, overload } = parts;
+        if let Gamma::Fixed(rate) = gamma
+            && !(rate.is_finite() && rate > 0.0)
+        {
+            return Err(PolicyError::Gamma(rate));
+        }
+        if let MaxOvertake::Within(within) = max_overtake {
+            if within.is_zero() {
+                return Err(PolicyError::MaxOvertake);
+            }
+            if let Gamma::Fixed(gamma) = gamma
+                && gamma * within.as_secs_f64() < 4.0
+            {
+                return Err(PolicyError::Flat { gamma, within });
+            }
+        }
+        if aging_threshold.is_zero() {
+            return Err(PolicyError::AgingThreshold);
+        }
+        if !(0.0..=1.0).contains(&aging_share) {
+            return Err(PolicyError::AgingShare(aging_share));
+        }
+        Ok(Policy { order, gamma, max_overtake, aging_threshold, aging_share, overload })
+    }
+
+    /// What the main queue is sorted by.
+    pub fn order(&self) -> Order {
+        self.order
+    }
+}
+
 /// Limits of one pool's queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {

@@ -1,0 +1,219 @@
+//! Exactly what users write, and where they wrote it. Every field is described in docs/configuration.md; a test holds the two together.
+//!
+//! Leaves stay text until [`super::validate`] reads them: so `${NAME}` works everywhere, and one look reports all mistakes of a file instead of the first.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Deserializer, Error, MapAccess, Visitor};
+use serde_yaml::Spanned;
+
+use super::snapshot::{BackendUrl, Device};
+use super::text::Bytes;
+use crate::fleet::EngineKind;
+use crate::scheduler::{Order, Target, Weight};
+
+/// The configuration file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct File {
+    pub listen: Option<Leaf<SocketAddr>>,
+    pub admin: Option<Leaf<SocketAddr>>,
+    pub threads: Option<Leaf<u64>>,
+    pub tls: Option<Tls>,
+    pub policy: Option<Leaf<String>>,
+    pub ranker: Option<Ranker>,
+    pub edge: Option<Edge>,
+    pub limits: Option<Limits>,
+    pub timeouts: Option<Timeouts>,
+    pub pools: Spanned<Vec<Pool>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Tls {
+    pub cert: Leaf<PathBuf>,
+    pub key: Leaf<PathBuf>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Ranker {
+    pub weights: Leaf<PathBuf>,
+    pub device: Option<Leaf<Device>>,
+    pub deadline: Option<Leaf<Duration>>,
+    pub threads: Option<Leaf<u64>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Edge {
+    pub max_body: Option<Leaf<Bytes>>,
+    pub max_body_total: Option<Leaf<Bytes>>,
+    pub max_head: Option<Leaf<Bytes>>,
+    pub head_timeout: Option<Leaf<Duration>>,
+    pub body_timeout: Option<Leaf<Duration>>,
+    pub drain: Option<Leaf<Duration>>,
+    pub headers: Option<Leaf<bool>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Limits {
+    pub queue_requests: Option<Leaf<u64>>,
+    pub queue_bytes: Option<Leaf<Bytes>>,
+    pub max_output: Option<Leaf<u64>>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Timeouts {
+    pub connect: Option<Leaf<Duration>>,
+    pub queue: Option<Leaf<Duration>>,
+    pub first_byte: Option<Leaf<Duration>>,
+    pub inter_chunk: Option<Leaf<Duration>>,
+    pub total: Option<Leaf<Duration>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Pool {
+    pub name: Leaf<String>,
+    pub models: Option<Spanned<Vec<TextOr<Model>>>>,
+    pub policy: Option<Leaf<String>>,
+    pub backends: Spanned<Vec<Backend>>,
+    pub limits: Option<Limits>,
+    pub timeouts: Option<Timeouts>,
+    pub retries: Option<Leaf<u64>>,
+    pub retry_budget: Option<Leaf<u64>>,
+}
+
+/// A model name clients may ask for, when the backends know it by another.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Model {
+    pub name: Leaf<String>,
+    pub upstream: Option<Leaf<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Backend {
+    pub url: Leaf<BackendUrl>,
+    pub engine: Option<Leaf<Option<EngineKind>>>,
+    pub slots: Option<TextOr<Slots>>,
+    pub weight: Option<Leaf<Weight>>,
+    pub api_key: Option<Leaf<String>>,
+    pub api_key_file: Option<Leaf<PathBuf>>,
+    pub kv_tokens: Option<Leaf<u64>>,
+    pub priority: Option<Leaf<bool>>,
+}
+
+/// The long form of `slots: auto`.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Slots {
+    pub initial: Option<Leaf<u64>>,
+    pub max: Option<Leaf<u64>>,
+}
+
+/// A policy file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Policy {
+    pub order: Leaf<Order>,
+    pub gamma: Option<TextOr<Gamma>>,
+    pub max_overtake: Option<Leaf<String>>,
+    pub aging: Option<Aging>,
+    pub overload: Option<Leaf<bool>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Gamma {
+    pub target: Leaf<Target>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Aging {
+    pub threshold: Option<Leaf<Duration>>,
+    pub share: Option<Leaf<f64>>,
+}
+
+/// The text of one value, where it stands, and what it will be read as.
+pub(super) struct Leaf<T> {
+    pub text: Spanned<String>,
+    kind: PhantomData<T>,
+}
+
+impl<'de, T> Deserialize<'de> for Leaf<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Spanned::deserialize(deserializer).map(|text| Leaf { text, kind: PhantomData })
+    }
+}
+
+/// A short form that is one piece of text, or the long form.
+pub(super) enum TextOr<T> {
+    Text(Spanned<String>),
+    Long(T),
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Spanned::<Form<T>>::deserialize(deserializer).map(|form| match form.value {
+            Form::Text(text) => TextOr::Text(Spanned::new(text, form.referenced, form.defined)),
+            Form::Long(long) => TextOr::Long(long),
+        })
+    }
+}
+
+enum Form<T> {
+    Text(String),
+    Long(T),
+}
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Form<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct FormVisitor<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for FormVisitor<T> {
+            type Value = Form<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a single value or a mapping")
+            }
+
+            fn visit_str<E: Error>(self, text: &str) -> Result<Form<T>, E> {
+                Ok(Form::Text(text.to_owned()))
+            }
+
+            fn visit_i64<E: Error>(self, number: i64) -> Result<Form<T>, E> {
+                Ok(Form::Text(number.to_string()))
+            }
+
+            fn visit_u64<E: Error>(self, number: u64) -> Result<Form<T>, E> {
+                Ok(Form::Text(number.to_string()))
+            }
+
+            fn visit_f64<E: Error>(self, number: f64) -> Result<Form<T>, E> {
+                Ok(Form::Text(number.to_string()))
+            }
+
+            fn visit_bool<E: Error>(self, value: bool) -> Result<Form<T>, E> {
+                Ok(Form::Text(value.to_string()))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Form<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(map)).map(Form::Long)
+            }
+        }
+
+        deserializer.deserialize_any(FormVisitor(PhantomData))
+    }
+}

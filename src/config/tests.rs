@@ -1,0 +1,313 @@
+//! Whole files in, snapshots or problems out.
+
+use std::fs;
+
+use super::*;
+use crate::fleet::EngineKind;
+use crate::scheduler::Slots;
+
+fn environment(name: &str) -> Option<String> {
+    match name {
+        "KEY" => Some("sk-from-env".into()),
+        "PORT" => Some("8123".into()),
+        _ => None,
+    }
+}
+
+/// Loads `text` as headway.yaml, in a folder that holds `files` too.
+fn load_text(text: &str, files: &[(&str, &str)]) -> Result<Snapshot, ConfigError> {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, content) in files {
+        let path = dir.path().join(name);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, content).unwrap();
+    }
+    let path = dir.path().join("headway.yaml");
+    fs::write(&path, text).unwrap();
+    load_with(&path, &environment)
+}
+
+const POOL: &str = "pools: [{ name: chat, models: [m], backends: [{ url: 'http://127.0.0.1:8000' }] }]\n";
+
+/// The only problem of `text`, as (line, column, field, message, hint).
+fn only_problem(text: &str) -> (u64, u64, String, String, String) {
+    let error = load_text(text, &[]).unwrap_err();
+    let [problem] = error.problems() else { panic!("expected one problem, got {error}") };
+    let (line, column) = problem.position.unwrap_or_default();
+    (line, column, problem.field.clone(), problem.message.clone(), problem.hint.clone())
+}
+
+#[test]
+fn a_small_file_gets_the_defaults() {
+    let snapshot = load_text(POOL, &[]).unwrap();
+    assert_eq!(snapshot.listen, DEFAULT_LISTEN);
+    assert_eq!(snapshot.admin, DEFAULT_ADMIN);
+    assert_eq!(snapshot.edge, Edge::default());
+    assert_eq!(snapshot.pools[0].timeouts, Timeouts::default());
+    assert_eq!(snapshot.pools[0].policy.name, "headway");
+    assert_eq!(snapshot.models["m"], Route { pool: 0, upstream: None });
+    assert!(snapshot.ranker.is_none());
+}
+
+#[test]
+fn a_full_file_is_read_as_written() {
+    let text = r#"
+listen: 127.0.0.1:${PORT}
+admin: 127.0.0.1:9099
+threads: 3
+policy: fcfs
+edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, headers: false }
+limits: { queue_requests: 10, queue_bytes: 8MiB }
+timeouts: { queue: 30s }
+pools:
+  - name: chat
+    policy: my/own.yaml
+    models: [llama, { name: gpt-4o, upstream: llama }]
+    limits: { max_output: 100 }
+    timeouts: { connect: 15ms }
+    retries: 0
+    retry_budget: 7
+    backends:
+      - { url: "http://10.0.0.1:8000", slots: auto }
+      - { url: "http://10.0.0.2:30000", engine: sglang, slots: 64, weight: 2, api_key: "${KEY}", kv_tokens: 5000, priority: true }
+      - { url: "http://10.0.0.3:1", slots: { initial: 4, max: 16 }, api_key_file: secrets/key }
+  - name: any
+    backends: [{ url: "http://10.0.0.4:1" }]
+"#;
+    let snapshot = load_text(
+        text,
+        &[
+            ("my/own.yaml", "order: pars\ngamma: { target: tail }\nmax_overtake: 10m\naging: { threshold: 60s, share: 0.5 }\noverload: false\n"),
+            ("secrets/key", "sk-from-file\n"),
+        ],
+    )
+    .unwrap();
+    assert_eq!(snapshot.listen.port(), 8123);
+    assert_eq!(snapshot.threads, 3);
+    assert_eq!(snapshot.policy.name, "fcfs");
+    assert_eq!(snapshot.edge.max_body, 1 << 20);
+    assert!(!snapshot.edge.headers);
+    let chat = &snapshot.pools[0];
+    assert_eq!(chat.policy.name, "own");
+    assert_eq!(chat.limits, crate::scheduler::Limits { queue_requests: 10, queue_bytes: 8 << 20, max_output: 100 });
+    assert_eq!(chat.timeouts.connect.as_millis(), 15);
+    assert_eq!(chat.timeouts.queue.as_secs(), 30);
+    assert_eq!((chat.retries, chat.retry_budget), (0, 7));
+    assert_eq!(snapshot.models["gpt-4o"], Route { pool: 0, upstream: Some("llama".into()) });
+    assert_eq!(chat.backends[0].slots, None);
+    let second = &chat.backends[1];
+    assert_eq!((second.engine, second.slots, second.weight.get()), (Some(EngineKind::Sglang), Some(Slots::Fixed(64)), 2.0));
+    assert_eq!((second.kv_tokens, second.priority), (Some(5000), true));
+    assert_eq!(second.api_key.as_ref().unwrap().expose(), "sk-from-env");
+    let third = &chat.backends[2];
+    assert_eq!(third.slots, Some(Slots::Auto { initial: 4, max: 16 }));
+    assert_eq!(third.api_key.as_ref().unwrap().expose(), "sk-from-file");
+    assert!(snapshot.pools[1].models.is_empty());
+    assert_eq!(snapshot.sources.len(), 3, "{:?}", snapshot.sources);
+    let shown = format!("{snapshot:?}");
+    assert!(!shown.contains("sk-from"), "a secret shows itself");
+}
+
+#[test]
+fn every_built_in_policy_is_valid() {
+    for name in built_in_policies() {
+        assert_eq!(policy(name).unwrap().name, name);
+    }
+    assert_eq!(NamedPolicy::default().name, "headway");
+}
+
+#[test]
+fn every_mistake_in_values_is_reported_at_once() {
+    let text = r#"
+listen: 8080
+policy: headwy
+limits: { queue_requests: 0 }
+timeouts: { queue: 15 }
+pools:
+  - name: chat room
+    models: [m]
+    backends:
+      - { url: "10.0.0.1:8000", slots: many, api_key: "${NOPE}" }
+      - { url: "http://10.0.0.2:8000", engine: vlm, api_key_file: missing.txt }
+"#;
+    let error = load_text(text, &[]).unwrap_err();
+    let found: Vec<(u64, &str)> = error.problems().iter().map(|p| (p.position.unwrap().0, p.field.as_str())).collect();
+    let expected = [
+        (2, "listen"),
+        (3, "policy"),
+        (4, "limits.queue_requests"),
+        (5, "timeouts.queue"),
+        (7, "pools[0].name"),
+        (10, "pools[0].backends[0].url"),
+        (10, "pools[0].backends[0].slots"),
+        (10, "pools[0].backends[0].api_key"),
+        (11, "pools[0].backends[1].engine"),
+        (11, "pools[0].backends[1].api_key_file"),
+    ];
+    assert_eq!(found, expected, "{error}");
+    let shown = error.to_string();
+    for hint in ["did you mean headway?", "write 1 to 10000000", "write 15s", "write http://10.0.0.1:8000", "NOPE is not set", "did you mean vllm?"] {
+        assert!(shown.contains(hint), "{hint} is not in\n{shown}");
+    }
+    assert!(shown.contains("headway.yaml:10:"), "{shown}");
+}
+
+#[test]
+fn an_unknown_field_names_the_near_one() {
+    let (line, column, field, message, hint) = only_problem(&format!("{POOL}polcy: fcfs\n"));
+    assert_eq!((line, column), (2, 1));
+    assert_eq!(field, "polcy");
+    assert_eq!(message, "there is no field \"polcy\"");
+    assert!(hint.starts_with("did you mean policy?"), "{hint}");
+
+    let (line, _, field, _, hint) = only_problem("pools:\n  - name: chat\n    backends:\n      - url: http://a:1\n        slot: 3\n");
+    assert_eq!(line, 5);
+    assert_eq!(field, "pools[0].backends[0].slot");
+    assert!(hint.starts_with("did you mean slots?"), "{hint}");
+}
+
+#[test]
+fn structural_mistakes_have_a_place_and_a_hint() {
+    let cases = [
+        ("listen: 1.2.3.4:5\n", (1, ""), "the field \"pools\" is missing"),
+        ("pools:\n  - name: a\n", (2, "pools[0]"), "the field \"backends\" is missing"),
+        ("pools: chat\n", (1, "pools"), "a list"),
+        ("pools: [{name: a, backends: http://a}]\n", (1, "pools[0].backends"), "a list"),
+        ("pools: []\n", (1, "pools"), "there is no pool"),
+        ("pools: [{name: a, backends: []}]\n", (1, "pools[0].backends"), "no backend"),
+        ("pools: []\npools: []\n", (2, ""), "written twice"),
+        ("tls: yes\npools: []\n", (1, "tls"), "a mapping"),
+        ("pools: [{name: [a], backends: []}]\n", (1, "pools[0].name"), "a single value"),
+    ];
+    for (text, (line, field), message) in cases {
+        let problem = only_problem(text);
+        assert!((problem.0, problem.2.as_str()) == (line, field) && problem.3.contains(message), "{text:?} gave {problem:?}");
+    }
+}
+
+#[test]
+fn what_is_not_yaml_is_a_problem_with_a_place() {
+    for text in ["pools: [", "a: b: c", "\tx: 1", "pools: &a [*a]", "\u{0}", "- 1\n- 2", "''", "{{{{"] {
+        let error = load_text(text, &[]).unwrap_err();
+        assert_eq!(error.problems().len(), 1);
+        assert!(error.problems()[0].position.is_some(), "{text:?}: {error}");
+    }
+    assert!(load_text("", &[]).unwrap_err().to_string().contains("pools"));
+}
+
+#[test]
+fn a_file_that_is_missing_or_not_text() {
+    let error = load(Path::new("/nowhere/headway.yaml")).unwrap_err();
+    assert!(error.to_string().contains("--backend"), "{error}");
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("x.yaml");
+    fs::write(&path, b"pools: \xff\xfe").unwrap();
+    assert!(load(&path).unwrap_err().to_string().contains("UTF-8"));
+}
+
+#[test]
+fn names_are_unique() {
+    let two = |first: &str, second: &str| format!("pools:\n  - {first}\n  - {second}\n");
+    let (line, _, field, message, _) =
+        only_problem(&two("{ name: a, models: [m], backends: [{ url: 'http://a' }] }", "{ name: a, models: [n], backends: [{ url: 'http://b' }] }"));
+    assert_eq!((line, field.as_str()), (3, "pools[1].name"));
+    assert!(message.contains("already on line 2"), "{message}");
+
+    let (_, _, field, message, _) = only_problem(&two(
+        "{ name: a, models: [m], backends: [{ url: 'http://a' }] }",
+        "{ name: b, models: [n, m], backends: [{ url: 'http://b' }] }",
+    ));
+    assert_eq!(field, "pools[1].models[1]");
+    assert!(message.contains("already in the pool \"a\""), "{message}");
+
+    let (_, _, field, message, _) = only_problem(&two(
+        "{ name: a, models: [m], backends: [{ url: 'http://a' }] }",
+        "{ name: b, models: [n], backends: [{ url: 'http://A:80/' }] }",
+    ));
+    assert_eq!(field, "pools[1].backends[0].url");
+    assert!(message.contains("already on line 2"), "{message}");
+
+    let (_, _, _, message, _) = only_problem(&two("{ name: a, backends: [{ url: 'http://a' }] }", "{ name: b, backends: [{ url: 'http://b' }] }"));
+    assert!(message.contains("second pool without models"), "{message}");
+}
+
+#[test]
+fn aliases_lead_to_a_real_name_in_one_step() {
+    let models = |list: &str| format!("pools: [{{ name: a, backends: [{{ url: 'http://a' }}], models: {list} }}]\n");
+    let (_, _, field, message, hint) = only_problem(&models("[{ name: x, upstream: y }, { name: y, upstream: z }]"));
+    assert_eq!(field, "pools[0].models[0]");
+    assert!(message.contains("x -> y -> z") && hint.contains("upstream: z"), "{message} {hint}");
+    let error = load_text(&models("[{ name: x, upstream: y }, { name: y, upstream: x }]"), &[]).unwrap_err();
+    assert!(error.to_string().contains("circle: x -> y -> x"), "{error}");
+    assert_eq!(load_text(&models("[{ name: x, upstream: x }, { name: y }]"), &[]).unwrap().models["x"].upstream, None);
+}
+
+#[test]
+fn a_missing_policy_file_says_what_is_there() {
+    let text = format!("policy: p/mine.yaml\n{POOL}");
+    let error = load_text(&text, &[("p/yours.yaml", "order: fcfs\n")]).unwrap_err();
+    assert!(error.to_string().contains("in that folder: yours.yaml"), "{error}");
+}
+
+#[test]
+fn a_mistake_in_a_policy_file_is_reported_there_and_once() {
+    let text = "policy: mine.yaml\npools: [{ name: chat, policy: mine.yaml, models: [m], backends: [{ url: 'http://127.0.0.1:8000' }] }]\n";
+    let error = load_text(text, &[("mine.yaml", "order: headway\naging: { share: lots }\n")]).unwrap_err();
+    let [problem] = error.problems() else { panic!("{error}") };
+    assert!(problem.file.ends_with("mine.yaml"));
+    assert_eq!((problem.position.unwrap().0, problem.field.as_str()), (2, "aging.share"));
+    let error = load_text(text, &[("mine.yaml", "order: headway\naging: { share: 1.5 }\n")]).unwrap_err();
+    assert!(error.to_string().contains("0 to 1"), "{error}");
+    let error = load_text(text, &[("mine.yaml", "order: oracle-sjf\n")]).unwrap_err();
+    assert!(error.to_string().contains("only a simulation knows"), "{error}");
+}
+
+#[test]
+fn values_that_contradict_each_other() {
+    let cases = [
+        (format!("listen: 127.0.0.1:9090\nadmin: 0.0.0.0:9090\n{POOL}"), "admin"),
+        (format!("edge: {{ max_body: 64MiB, max_body_total: 32MiB }}\n{POOL}"), "edge.max_body_total"),
+        (format!("limits: {{ queue_bytes: 1MiB }}\n{POOL}"), "limits.queue_bytes"),
+        (format!("timeouts: {{ total: 1m, first_byte: 2m, inter_chunk: 10s }}\n{POOL}"), "timeouts.first_byte"),
+        (POOL.replace("url: ", "slots: { initial: 9, max: 3 }, url: "), "pools[0].backends[0].slots.initial"),
+        (POOL.replace("url: ", "api_key: a, api_key_file: b, url: "), "pools[0].backends[0].api_key_file"),
+        (POOL.replace("url: ", "api_key: \"a\\nb\", url: "), "pools[0].backends[0].api_key"),
+        (format!("ranker: {{ weights: nowhere }}\n{POOL}"), "ranker.weights"),
+        (format!("tls: {{ cert: headway.yaml, key: headway.yaml }}\n{POOL}"), "tls.cert"),
+    ];
+    for (text, field) in cases {
+        let error = load_text(&text, &[]).unwrap_err();
+        assert_eq!(error.problems()[0].field, field, "{text}\n{error}");
+    }
+}
+
+#[test]
+fn the_environment_fills_in_and_a_dollar_can_be_kept() {
+    let snapshot = load_text(&POOL.replace("[m]", "['a${PORT}b', 'x$${y}']"), &[]).unwrap();
+    assert_eq!(snapshot.models.keys().collect::<Vec<_>>(), ["a8123b", "x${y}"]);
+    for bad in ["${", "${}", "${a b}"] {
+        assert!(load_text(&POOL.replace("[m]", &format!("['{bad}']")), &[]).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn backends_without_a_file() {
+    let urls: Vec<BackendUrl> = ["http://a:1", "http://b:2", "http://a:1"].iter().map(|url| url.parse().unwrap()).collect();
+    let snapshot = from_backends(&urls, DEFAULT_LISTEN, DEFAULT_ADMIN, NamedPolicy::default());
+    assert_eq!(snapshot.pools.len(), 1);
+    assert_eq!(snapshot.pools[0].backends.len(), 2);
+    assert!(snapshot.pools[0].models.is_empty() && snapshot.sources.is_empty());
+}
+
+#[test]
+fn check_tells_what_it_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("headway.yaml");
+    fs::write(&path, POOL).unwrap();
+    let shown = check(&path).unwrap();
+    for part in ["is valid", "0.0.0.0:8080", "pool chat: policy headway", "model m", "http://127.0.0.1:8000"] {
+        assert!(shown.contains(part), "{part} is not in\n{shown}");
+    }
+    fs::write(&path, "pools: []").unwrap();
+    assert!(check(&path).is_err());
+}
