@@ -1,0 +1,302 @@
+//! One backend: what is configured, what was learnt, how it is doing. The only place that tells the pool's dispatcher about it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::Instant;
+
+use super::engines::{Capacity, EngineKind, Identity, TOLERANCE, UNKNOWN_SLOTS};
+use super::health::{Health, Observation, Probe, Siblings, Tolerance};
+use crate::config::{BackendSettings, BackendUrl};
+use crate::scheduler::{BackendId, BackendState, Load, Slots, Standing};
+
+/// Where news of a backend go: its pool's dispatcher. Both calls return at once.
+pub trait Listener: Send + 'static {
+    /// It joined, or what is known of it changed.
+    fn backend_changed(&self, backend: BackendId, state: BackendState);
+    /// The engine's own numbers, as of now.
+    fn load_reported(&self, backend: BackendId, load: Load);
+}
+
+/// A configured backend. Shared by the edge, which reports how attempts went, and the tasks that watch it.
+pub struct Backend {
+    id: BackendId,
+    settings: BackendSettings,
+    shared: Arc<Shared>,
+}
+
+/// What survives a change of the settings.
+struct Shared {
+    state: Mutex<State>,
+    /// A probe is wanted now.
+    probe: Notify,
+}
+
+struct State {
+    health: Health,
+    /// As the newest configuration has them; [`Backend::settings`] are those of one snapshot.
+    settings: BackendSettings,
+    engine: Option<EngineKind>,
+    models: Arc<Vec<String>>,
+    capacity: Capacity,
+    /// An operator took it out.
+    drained: bool,
+    /// It left the pool: nothing is told of it any more.
+    gone: bool,
+    listener: Option<Box<dyn Listener>>,
+    /// What the listener heard last.
+    told: Option<BackendState>,
+    load: Load,
+    load_at: Option<Instant>,
+    /// When a request was last seen, for how often the load is worth reading.
+    traffic_at: Option<Instant>,
+    error: Option<String>,
+}
+
+/// What operators see of a backend.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BackendView {
+    pub id: BackendId,
+    pub url: BackendUrl,
+    /// `None`: not found out yet.
+    pub engine: Option<EngineKind>,
+    pub standing: Standing,
+    /// Drained by an operator.
+    pub drained: bool,
+    pub models: Arc<Vec<String>>,
+    pub capacity: Capacity,
+    /// The engine's own numbers, unknown where they are too old.
+    pub load: Load,
+    /// The last failure of a probe or a metrics page, until one succeeds.
+    pub error: Option<String>,
+}
+
+impl Backend {
+    /// A backend nothing is known of. `siblings` is the pool's, shared by all of its backends.
+    pub fn new(id: BackendId, settings: BackendSettings, siblings: &Siblings) -> Backend {
+        let state = State {
+            health: Health::new(siblings.clone()),
+            settings: settings.clone(),
+            engine: settings.engine,
+            models: Arc::default(),
+            capacity: Capacity::default(),
+            drained: false,
+            gone: false,
+            listener: None,
+            told: None,
+            load: Load::default(),
+            load_at: None,
+            traffic_at: None,
+            error: None,
+        };
+        Backend { id, settings, shared: Arc::new(Shared { state: Mutex::new(state), probe: Notify::new() }) }
+    }
+
+    /// The same backend with other settings: it keeps its id, its standing and what was learnt. Its address must be the same.
+    pub fn reconfigured(&self, settings: BackendSettings) -> Backend {
+        let mut state = self.state();
+        if settings.engine.is_some() {
+            state.engine = settings.engine;
+        }
+        state.settings = settings.clone();
+        self.tell(&mut state);
+        Backend { id: self.id, settings, shared: Arc::clone(&self.shared) }
+    }
+
+    /// Its id in the pool.
+    pub fn id(&self) -> BackendId {
+        self.id
+    }
+
+    /// What is configured.
+    pub fn settings(&self) -> &BackendSettings {
+        &self.settings
+    }
+
+    /// The engine family; `None` until it is found out.
+    pub fn engine(&self) -> Option<EngineKind> {
+        self.state().engine
+    }
+
+    /// The models it serves, as its own list says; empty until it was read.
+    pub fn models(&self) -> Arc<Vec<String>> {
+        Arc::clone(&self.state().models)
+    }
+
+    /// The edge says how an attempt went.
+    pub fn observe(&self, observation: Observation) {
+        let mut state = self.state();
+        state.traffic_at = Some(Instant::now());
+        let tolerance = state.tolerance();
+        let probe = state.health.observed(observation, tolerance);
+        self.tell(&mut state);
+        if probe {
+            self.shared.probe.notify_one();
+        }
+    }
+
+    /// Takes it out for an operator, or puts it back.
+    pub fn set_drained(&self, drained: bool) {
+        let mut state = self.state();
+        state.drained = drained;
+        self.tell(&mut state);
+        self.shared.probe.notify_one();
+    }
+
+    /// It leaves the pool for good. What runs there may finish.
+    pub fn leave(&self) {
+        let mut state = self.state();
+        state.gone = true;
+        self.tell(&mut state);
+        // Whatever a task finds out from now on is nobody's business.
+        state.listener = None;
+    }
+
+    /// What operators see.
+    pub fn view(&self) -> BackendView {
+        let state = self.state();
+        BackendView {
+            id: self.id,
+            url: self.settings.url.clone(),
+            engine: state.engine,
+            standing: state.standing(),
+            drained: state.drained,
+            models: Arc::clone(&state.models),
+            capacity: state.capacity,
+            load: state.load,
+            error: state.error.clone(),
+        }
+    }
+
+    /// Sends news to `listener` from now on, beginning with how things stand.
+    pub(super) fn listen(&self, listener: Box<dyn Listener>) {
+        let mut state = self.state();
+        if state.gone {
+            return;
+        }
+        state.listener = Some(listener);
+        state.told = None;
+        self.tell(&mut state);
+    }
+
+    /// Whether a probe that finds it well should also ask what runs there: at the start, and when it comes back, possibly as something else.
+    pub(super) fn wants_identity(&self) -> bool {
+        let state = self.state();
+        !state.health.known() || state.health.standing() == Standing::Ejected || state.engine.is_none()
+    }
+
+    /// What runs there.
+    pub(super) fn identified(&self, identity: Identity) {
+        let mut state = self.state();
+        state.engine = Some(identity.kind);
+        if *state.models != identity.models {
+            state.models = Arc::new(identity.models);
+        }
+        state.capacity = identity.capacity;
+        self.tell(&mut state);
+    }
+
+    /// How a probe went; `error` says why it failed.
+    pub(super) fn probed(&self, probe: Probe, error: Option<String>) {
+        let mut state = self.state();
+        let tolerance = state.tolerance();
+        state.health.probed(probe, tolerance);
+        state.error = error;
+        self.tell(&mut state);
+    }
+
+    /// How long to wait for the next probe, before jitter.
+    pub(super) fn next_probe(&self) -> Duration {
+        self.state().health.next_probe()
+    }
+
+    /// Resolves when a probe is wanted before its time.
+    pub(super) async fn probe_wanted(&self) {
+        self.shared.probe.notified().await;
+    }
+
+    /// The engine's numbers; unknown ones once what was known is too old.
+    pub(super) fn load_read(&self, load: Load) {
+        let mut state = self.state();
+        if load == Load::default() && state.load == load {
+            return;
+        }
+        state.load = load;
+        state.load_at = Some(Instant::now());
+        if let Some(listener) = &state.listener {
+            listener.load_reported(self.id, load);
+        }
+    }
+
+    /// The metrics page could not be read. Numbers older than `limit` become unknown; a broken connection asks for a probe.
+    pub(super) fn load_failed(&self, error: String, broken: bool, limit: Duration) {
+        let stale = {
+            let mut state = self.state();
+            state.error = Some(error);
+            state.load_at.is_some_and(|at| at.elapsed() > limit)
+        };
+        if stale {
+            self.load_read(Load::default());
+        }
+        if broken {
+            self.shared.probe.notify_one();
+        }
+    }
+
+    /// Whether requests were seen within `span`, here or in the engine.
+    pub(super) fn busy(&self, span: Duration) -> bool {
+        let state = self.state();
+        state.traffic_at.is_some_and(|at| at.elapsed() < span) || state.load.running.unwrap_or(0) > 0 || state.load.waiting.unwrap_or(0) > 0
+    }
+
+    /// Tells the listener what it does not know yet.
+    fn tell(&self, state: &mut State) {
+        let news = state.news();
+        if state.told.as_ref() == Some(&news) {
+            return;
+        }
+        if let Some(listener) = &state.listener {
+            if state.told.as_ref().is_none_or(|told| told.standing != news.standing) {
+                tracing::info!(backend = %state.settings.url, standing = ?news.standing, error = state.error.as_deref(), "backend");
+            }
+            listener.backend_changed(self.id, news.clone());
+            state.told = Some(news);
+        }
+    }
+
+    /// The state is only ever replaced by whole values under the lock, so what a panicking holder left behind is still sound.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.shared.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn tolerance(&self) -> Tolerance {
+        self.engine.map_or(TOLERANCE, EngineKind::tolerance)
+    }
+
+    fn standing(&self) -> Standing {
+        if self.gone {
+            Standing::Gone
+        } else if self.drained {
+            Standing::Draining
+        } else {
+            self.health.standing()
+        }
+    }
+
+    fn news(&self) -> BackendState {
+        BackendState {
+            standing: self.standing(),
+            slots: self.slots(),
+            weight: self.settings.weight,
+            kv_tokens: self.settings.kv_tokens.or(self.capacity.kv_tokens),
+            context_tokens: self.capacity.context_tokens,
+        }
+    }
+
+    fn slots(&self) -> Slots {
+        self.settings.slots.unwrap_or_else(|| self.engine.map_or(UNKNOWN_SLOTS, |engine| engine.auto_slots(self.capacity.slots)))
+    }
+}
