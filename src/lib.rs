@@ -2,4 +2,6 @@
 pub mod config;
 #[cfg(feature = "gateway")]
 pub mod fleet;
+#[cfg(feature = "gateway")]
+pub mod ranker;
 pub mod scheduler;
