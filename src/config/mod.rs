@@ -11,6 +11,7 @@ mod raw;
 mod snapshot;
 mod text;
 mod validate;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -23,6 +24,7 @@ pub use near::near;
 pub use policy::{built_in_policies, policy};
 pub use snapshot::*;
 pub use text::Mistake;
+pub use watch::{ReloadError, ReloadStatus, Reloader};
 
 use crate::scheduler::Weight;
 use validate::{Environment, show_bytes, show_duration};
