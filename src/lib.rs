@@ -5,3 +5,5 @@ pub mod fleet;
 #[cfg(feature = "gateway")]
 pub mod ranker;
 pub mod scheduler;
+#[cfg(feature = "gateway")]
+pub mod telemetry;
