@@ -196,6 +196,19 @@ fn what_is_not_yaml_is_a_problem_with_a_place() {
 }
 
 #[test]
+fn files_that_unfold_without_end_are_refused() {
+    let deep = "[".repeat(100_000);
+    let mut bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n".to_owned();
+    for level in 1..12 {
+        bomb += &format!("a{level}: &a{level} [{}]\n", format!("*a{}, ", level - 1).repeat(10));
+    }
+    bomb += "pools: *a11\n";
+    for text in [deep, bomb] {
+        assert_eq!(load_text(&text, &[]).unwrap_err().problems().len(), 1);
+    }
+}
+
+#[test]
 fn a_file_that_is_missing_or_not_text() {
     let error = load(Path::new("/nowhere/headway.yaml")).unwrap_err();
     assert!(error.to_string().contains("--backend"), "{error}");
@@ -310,4 +323,48 @@ fn check_tells_what_it_read() {
     }
     fs::write(&path, "pools: []").unwrap();
     assert!(check(&path).is_err());
+}
+
+mod anything {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const EXAMPLE: &str = include_str!("../../config/headway.yaml");
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(if cfg!(debug_assertions) { 300 } else { 5000 }))]
+
+        /// A damaged file is read or refused, never a panic; a refusal names the file and says something.
+        #[test]
+        fn damaged_files_are_read_or_refused(cuts in prop::collection::vec((0..EXAMPLE.len(), 0_usize..40, "[\\PC\n]{0,6}"), 1..4)) {
+            let mut text: Vec<char> = EXAMPLE.chars().collect();
+            for (at, length, insert) in cuts {
+                let at = at.min(text.len());
+                let end = (at + length).min(text.len());
+                text.splice(at..end, insert.chars());
+            }
+            let text: String = text.into_iter().collect();
+            if let Err(error) = load_text(&text, &[]) {
+                prop_assert!(!error.problems().is_empty());
+                for problem in error.problems() {
+                    prop_assert!(problem.file.ends_with("headway.yaml") && !problem.message.is_empty());
+                }
+            }
+        }
+
+        #[test]
+        fn single_values_never_panic(text in "\\PC{0,24}") {
+            use super::super::text::{Bytes, FromText};
+            _ = std::time::Duration::from_text(&text);
+            _ = Bytes::from_text(&text);
+            _ = SocketAddr::from_text(&text);
+            if let Ok(url) = BackendUrl::from_text(&text) {
+                prop_assert_eq!(BackendUrl::from_text(&url.to_string()), Ok(url));
+            }
+            if let Ok(url) = BackendUrl::from_text(&format!("http://{text}")) {
+                prop_assert_eq!(BackendUrl::from_text(&url.to_string()), Ok(url));
+            }
+        }
+    }
 }

@@ -9,7 +9,7 @@ use tokio::time::Instant;
 use super::engines::{Capacity, EngineKind, Identity, TOLERANCE, UNKNOWN_SLOTS};
 use super::health::{Health, Observation, Probe, Siblings, Tolerance};
 use crate::config::{BackendSettings, BackendUrl};
-use crate::scheduler::{BackendId, BackendState, Load, Slots, Standing};
+use crate::scheduler::{BackendId, BackendState, Load, Slots, Standing, Tokens};
 
 /// Where news of a backend go: its pool's dispatcher. Both calls return at once.
 pub trait Listener: Send + 'static {
@@ -65,7 +65,12 @@ pub struct BackendView {
     /// Drained by an operator.
     pub drained: bool,
     pub models: Arc<Vec<String>>,
-    pub capacity: Capacity,
+    /// Its window's setting, as told to the scheduler.
+    pub slots: Slots,
+    /// Tokens that fit its KV cache, where known.
+    pub kv_tokens: Option<u64>,
+    /// Longest context it serves, where known.
+    pub context_tokens: Option<Tokens>,
     /// The engine's own numbers, unknown where they are too old.
     pub load: Load,
     /// The last failure of a probe or a metrics page, until one succeeds.
@@ -124,6 +129,11 @@ impl Backend {
         Arc::clone(&self.state().models)
     }
 
+    /// Whether it has been looked at, well or not.
+    pub fn known(&self) -> bool {
+        self.state().health.known()
+    }
+
     /// The edge says how an attempt went.
     pub fn observe(&self, observation: Observation) {
         let mut state = self.state();
@@ -156,14 +166,17 @@ impl Backend {
     /// What operators see.
     pub fn view(&self) -> BackendView {
         let state = self.state();
+        let BackendState { standing, slots, kv_tokens, context_tokens, .. } = state.news();
         BackendView {
             id: self.id,
             url: self.settings.url.clone(),
             engine: state.engine,
-            standing: state.standing(),
+            standing,
             drained: state.drained,
             models: Arc::clone(&state.models),
-            capacity: state.capacity,
+            slots,
+            kv_tokens,
+            context_tokens,
             load: state.load,
             error: state.error.clone(),
         }
@@ -186,9 +199,12 @@ impl Backend {
         !state.health.known() || state.health.standing() == Standing::Ejected || state.engine.is_none()
     }
 
-    /// What runs there.
-    pub(super) fn identified(&self, identity: Identity) {
+    /// What runs there. `again`: it was known and stayed up, so a question that went unanswered now keeps its earlier answer.
+    pub(super) fn identified(&self, mut identity: Identity, again: bool) {
         let mut state = self.state();
+        if again {
+            identity.capacity = identity.capacity.or(state.capacity);
+        }
         state.engine = Some(identity.kind);
         if *state.models != identity.models {
             state.models = Arc::new(identity.models);

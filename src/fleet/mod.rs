@@ -19,7 +19,7 @@ use std::sync::Arc;
 use tokio::task::JoinHandle;
 
 pub use backend::{Backend, BackendView, Listener};
-pub use engines::{Capacity, EngineKind, Priority};
+pub use engines::{EngineKind, Priority};
 pub use health::{Observation, Siblings};
 
 /// Starts to watch a backend and to tell `listener` what is known of it. Needs a tokio runtime; waits for nothing. Dropping the guard ends the tasks.

@@ -34,10 +34,12 @@ pub(super) async fn run(backend: Arc<Backend>) {
         }
         let path = backend.engine().map_or("/health", |engine| engine.health_path());
         let (probe, error) = judge(http.get(path, PATIENCE).await.map(|answer| answer.status));
-        if probe == Probe::Ready && (backend.wants_identity() || identified_at.is_none_or(|at| at.elapsed() > REFRESH)) {
+        let new = backend.wants_identity();
+        if probe == Probe::Ready && (new || identified_at.is_none_or(|at| at.elapsed() > REFRESH)) {
             // Who it is comes before that it is well: the first requests already find its window and its limits.
-            if let Ok(Ok(identity)) = timeout(INTRODUCTION, identify(&mut http, settings.engine)).await {
-                backend.identified(identity);
+            let known = if new { settings.engine } else { backend.engine() };
+            if let Ok(Ok(identity)) = timeout(INTRODUCTION, identify(&mut http, known)).await {
+                backend.identified(identity, !new);
                 identified_at = Some(Instant::now());
             }
         }

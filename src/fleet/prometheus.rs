@@ -110,4 +110,13 @@ mod tests {
         assert!(Page::new(PAGE).mentions("a:"));
         assert!(!Page::new(PAGE).mentions("vllm:"));
     }
+
+    proptest::proptest! {
+        #[test]
+        fn any_text_is_read_without_panic(text in "(a:x[{} ,=\"\\\\a0\n]{0,20}|\\PC{0,10})*") {
+            for sample in Page::new(&text).samples("a:x") {
+                _ = (sample.label("a"), sample.number("a"));
+            }
+        }
+    }
 }

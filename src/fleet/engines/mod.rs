@@ -119,13 +119,23 @@ pub struct Priority {
 
 /// What an engine says about its size.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Capacity {
+pub(super) struct Capacity {
     /// Requests it runs at once.
     pub slots: Option<u32>,
     /// Tokens that fit its KV cache.
     pub kv_tokens: Option<u64>,
     /// Longest context, prompt and output together.
     pub context_tokens: Option<Tokens>,
+}
+
+impl Capacity {
+    pub(super) fn or(self, earlier: Capacity) -> Capacity {
+        Capacity {
+            slots: self.slots.or(earlier.slots),
+            kv_tokens: self.kv_tokens.or(earlier.kv_tokens),
+            context_tokens: self.context_tokens.or(earlier.context_tokens),
+        }
+    }
 }
 
 /// What a look at a backend found.
@@ -139,13 +149,13 @@ pub(super) struct Identity {
 /// How long one question of a look may take.
 const QUESTION: Duration = Duration::from_secs(2);
 
-/// Finds out what runs there. `configured` skips the question which family it is.
+/// Finds out what runs there. `known` skips the question which family it is.
 ///
 /// # Errors
 /// The first question, for the models, got no answer at all. Later ones that fail only leave gaps.
-pub(super) async fn identify(http: &mut Http, configured: Option<EngineKind>) -> Result<Identity, HttpError> {
+pub(super) async fn identify(http: &mut Http, known: Option<EngineKind>) -> Result<Identity, HttpError> {
     let models = http.get("/v1/models", QUESTION).await?.json().unwrap_or_default();
-    let kind = match configured.or_else(|| owner(&models)) {
+    let kind = match known.or_else(|| owner(&models)) {
         Some(kind) => kind,
         None => by_other_signs(http).await,
     };
