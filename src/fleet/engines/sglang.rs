@@ -1,4 +1,4 @@
-//! SGLang, started with `--enable-metrics`. Names from its `metrics/collector.py`; series carry `dp_rank` and `tp_rank`.
+//! SGLang, started with `--enable-metrics`. Names from its `metrics_collector.py` (0.5.23); series carry `dp_rank` and `tp_rank`.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::scheduler::Load;
 /// Larger runs first. Works only when the engine was started with `--enable-priority-scheduling`.
 pub(super) const PRIORITY: Priority = Priority { lower_first: false, unit: Duration::from_secs(1) };
 
-/// Its health check can fail for the length of a long prefill.
+/// Its health check generates a token, and can fail for the length of a long prefill.
 pub(super) const TOLERANCE: Tolerance = Tolerance { errors: 5, doubts: 20 };
 
 pub(super) fn load(page: Page) -> Load {
@@ -27,9 +27,9 @@ pub(super) async fn capacity(http: &mut Http, models: &Value) -> Capacity {
         Ok(answer) => answer.text().and_then(|text| kv_tokens(Page::new(&text))),
         Err(_) => None,
     };
-    // The path lost its prefix in 2025; older engines know only the first.
+    // Newer engines warn about the second, older ones know nothing else.
     let mut slots = None;
-    for path in ["/get_server_info", "/server_info"] {
+    for path in ["/server_info", "/get_server_info"] {
         if slots.is_none()
             && let Ok(answer) = http.get(path, QUESTION).await
         {

@@ -1,4 +1,4 @@
-//! vLLM. Names from its `v1/metrics/loggers.py`; series carry `engine` (the data-parallel rank) and `model_name`.
+//! vLLM. Names from its `v1/metrics/loggers.py` (0.32); series carry `engine` (the data-parallel rank) and `model_name`.
 
 use std::time::Duration;
 
@@ -33,9 +33,11 @@ pub(super) async fn capacity(http: &mut Http, models: &Value) -> Capacity {
 }
 
 fn kv_tokens(page: Page) -> Option<u64> {
-    let ranks: Vec<u64> =
-        page.samples("vllm:cache_config_info").filter_map(|info| info.number("block_size")?.checked_mul(info.number("num_gpu_blocks")?)).collect();
-    Some(ranks.iter().sum()).filter(|tokens| *tokens > 0)
+    let ranks = page.samples("vllm:cache_config_info").filter_map(|info| {
+        // Newer engines count in tokens, which is right for models with several kinds of attention too.
+        info.number("kv_cache_size_tokens").or_else(|| info.number("block_size")?.checked_mul(info.number("num_gpu_blocks")?))
+    });
+    Some(ranks.sum()).filter(|tokens| *tokens > 0)
 }
 
 /// `{"version": "0.11.0"}`, and nothing else.
@@ -64,6 +66,14 @@ vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="500",num_gpu_b
     fn ranks_add_up_and_ratios_average() {
         assert_eq!(load(Page::new(PAGE)), Load { running: Some(7), waiting: Some(2), kv_used: Some(0.4) });
         assert_eq!(kv_tokens(Page::new(PAGE)), Some(24_000));
+    }
+
+    #[test]
+    fn the_count_in_tokens_wins() {
+        let page = "vllm:cache_config_info{block_size=\"16\",kv_cache_size_tokens=\"900\",num_gpu_blocks=\"100\"} 1\n";
+        assert_eq!(kv_tokens(Page::new(page)), Some(900));
+        let page = "vllm:cache_config_info{block_size=\"16\",kv_cache_size_tokens=\"None\",num_gpu_blocks=\"100\"} 1\n";
+        assert_eq!(kv_tokens(Page::new(page)), Some(1600));
     }
 
     #[test]
