@@ -1,5 +1,6 @@
 #[cfg(feature = "gateway")]
 pub mod config;
+pub mod engine;
 #[cfg(feature = "gateway")]
 pub mod fleet;
 #[cfg(feature = "gateway")]

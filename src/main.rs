@@ -1,1 +1,37 @@
-fn main() {}
+//! The command line. Every subcommand lives in the module that does the work; here a result becomes an exit code.
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use headway::engine::server as engine;
+
+#[derive(Parser)]
+#[command(name = "headway", version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Run a simulated engine
+    Engine(engine::Args),
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let result: anyhow::Result<()> = match cli.command {
+        Command::Engine(args) => on_runtime(async { Ok(engine::run(args).await?) }),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("headway: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn on_runtime<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
+}
