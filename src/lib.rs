@@ -4,6 +4,8 @@ pub mod engine;
 #[cfg(feature = "gateway")]
 pub mod fleet;
 #[cfg(feature = "gateway")]
+pub mod proxy;
+#[cfg(feature = "gateway")]
 pub mod ranker;
 pub mod scheduler;
 #[cfg(feature = "gateway")]

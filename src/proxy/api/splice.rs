@@ -1,0 +1,115 @@
+//! Changes of single places in a body. What does not change is not copied.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+
+/// What to put where, in one body.
+#[derive(Clone, Debug, Default)]
+pub struct Splices(Vec<(Range<usize>, Vec<u8>)>);
+
+impl Splices {
+    /// Puts `text` in place of `range`.
+    pub fn replace(&mut self, range: Range<usize>, text: Vec<u8>) {
+        self.0.push((range, text));
+    }
+
+    /// Puts `text` before the byte at `at`.
+    pub fn insert(&mut self, at: usize, text: Vec<u8>) {
+        self.0.push((at..at, text));
+    }
+
+    /// The body with the changes made. Ranges that overlap an earlier one, or reach past the end, are left out.
+    pub fn apply(mut self, body: &Bytes) -> Payload {
+        if self.0.is_empty() {
+            return Payload::from(body.clone());
+        }
+        self.0.sort_by_key(|(range, _)| (range.start, range.end));
+        let mut pieces = VecDeque::with_capacity(2 * self.0.len() + 1);
+        let mut done = 0;
+        for (range, text) in self.0 {
+            if range.start < done || range.end > body.len() {
+                continue;
+            }
+            pieces.push_back(body.slice(done..range.start));
+            pieces.push_back(Bytes::from(text));
+            done = range.end;
+        }
+        pieces.push_back(body.slice(done..));
+        pieces.retain(|piece| !piece.is_empty());
+        Payload { length: pieces.iter().map(|piece| piece.len() as u64).sum(), pieces }
+    }
+}
+
+/// A request body ready to be sent: its length is known and its pieces are shared with the body they came from.
+#[derive(Clone, Debug, Default)]
+pub struct Payload {
+    pieces: VecDeque<Bytes>,
+    length: u64,
+}
+
+impl From<Bytes> for Payload {
+    fn from(body: Bytes) -> Self {
+        let length = body.len() as u64;
+        Payload { pieces: (length > 0).then_some(body).into_iter().collect(), length }
+    }
+}
+
+impl Body for Payload {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        let piece = self.pieces.pop_front();
+        if let Some(piece) = &piece {
+            self.length -= piece.len() as u64;
+        }
+        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.length)
+    }
+}
+
+#[cfg(test)]
+impl Payload {
+    /// All of it in one piece.
+    pub fn concat(&self) -> Vec<u8> {
+        let all: Vec<u8> = self.pieces.iter().flatten().copied().collect();
+        assert_eq!(all.len() as u64, self.length);
+        all
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn changes_are_made_in_place_and_share_the_rest() {
+        let body = Bytes::from_static(b"0123456789");
+        let mut splices = Splices::default();
+        splices.replace(7..9, b"xyz".to_vec());
+        splices.insert(0, b"<".to_vec());
+        splices.replace(3..4, Vec::new());
+        let payload = splices.apply(&body);
+        assert_eq!(payload.concat(), b"<012456xyz9");
+        assert!(payload.pieces.iter().any(|piece| piece.as_ptr() == body[4..].as_ptr()));
+    }
+
+    #[test]
+    fn without_changes_it_is_the_same_memory() {
+        let body = Bytes::from_static(b"abc");
+        assert_eq!(Splices::default().apply(&body).pieces[0].as_ptr(), body.as_ptr());
+        assert!(Payload::from(Bytes::new()).is_end_stream());
+    }
+}

@@ -1,0 +1,259 @@
+//! One client's connection: which HTTP it speaks, whether anyone is still there, how long it may be silent.
+//!
+//! hyper serves HTTP/1.1 requests one after another and does not read while bytes of a next one wait in its buffer. A client that pipelines and then leaves
+//! would keep its place in the queue; [`Downstream`] reads ahead in hyper's place, notices, and fails the connection, which drops the request.
+
+use std::io::{self, IoSlice};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Buf, BytesMut};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf};
+use tokio::time::{Instant, Sleep, timeout};
+
+/// The first bytes of an HTTP/2 connection (RFC 9113, 3.4).
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+/// How long a connection may be kept without a request. Longer than the 60 s of common load balancers, so that they are the ones who close.
+const IDLE: Duration = Duration::from_secs(75);
+/// How long a client may take none of the bytes that are ready for it.
+const STALLED: Duration = Duration::from_secs(60);
+/// Bytes that are read ahead to notice a client that left; who pipelines more than this is noticed when its turn comes.
+const AHEAD: usize = 16 << 10;
+
+/// Which HTTP a connection speaks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Protocol {
+    Http1,
+    Http2,
+}
+
+/// What a connection and its requests tell each other.
+#[derive(Debug, Default)]
+pub struct Vitals {
+    /// Requests that have begun.
+    begun: AtomicUsize,
+    /// Requests that have ended.
+    ended: AtomicUsize,
+    /// The connection had no request for too long.
+    expired: AtomicBool,
+}
+
+/// One request in progress on a connection.
+#[derive(Debug)]
+pub struct InProgress(Arc<Vitals>);
+
+impl Vitals {
+    /// Counts a request until the value is dropped.
+    pub fn begin(self: &Arc<Self>) -> InProgress {
+        self.begun.fetch_add(1, Ordering::Relaxed);
+        InProgress(Arc::clone(self))
+    }
+
+    /// Whether the connection should be closed for being idle.
+    pub fn is_expired(&self) -> bool {
+        self.expired.load(Ordering::Relaxed)
+    }
+
+    fn is_busy(&self) -> bool {
+        self.begun.load(Ordering::Relaxed) != self.ended.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for InProgress {
+    fn drop(&mut self) {
+        self.0.ended.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// The client's socket (or TLS stream) as hyper sees it.
+pub struct Downstream<S> {
+    stream: S,
+    protocol: Protocol,
+    vitals: Arc<Vitals>,
+    /// Read before hyper asked.
+    ahead: BytesMut,
+    /// hyper has asked in this round, and waits.
+    asked: bool,
+    silence: Silence,
+    /// Requests that had begun when `silence` was last looked at.
+    begun: usize,
+    head_timeout: Duration,
+    /// Fires when a silence may have lasted too long; its deadline is only ever too early.
+    patience: Pin<Box<Sleep>>,
+    /// Until when the client may take nothing.
+    stalled: Option<Pin<Box<Sleep>>>,
+}
+
+/// What the silence of a client without a request in progress means.
+#[derive(Clone, Copy, Debug)]
+enum Silence {
+    /// It has no request.
+    Idle(Instant),
+    /// It has begun a head.
+    Head(Instant),
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> Downstream<S> {
+    /// Waits for enough bytes to tell the protocol. `None` if the client left or took longer than `head_timeout`.
+    pub async fn detect(mut stream: S, vitals: Arc<Vitals>, head_timeout: Duration) -> Option<Downstream<S>> {
+        let began = Instant::now();
+        let mut ahead = BytesMut::with_capacity(8 << 10);
+        let detecting = async {
+            loop {
+                if stream.read_buf(&mut ahead).await.ok()? == 0 {
+                    return None;
+                }
+                if ahead.starts_with(PREFACE) {
+                    return Some(Protocol::Http2);
+                }
+                if !PREFACE.starts_with(&ahead) {
+                    return Some(Protocol::Http1);
+                }
+            }
+        };
+        let protocol = timeout(head_timeout, detecting).await.ok()??;
+        let patience = Box::pin(tokio::time::sleep_until(began + head_timeout));
+        Some(Downstream {
+            stream,
+            protocol,
+            vitals,
+            ahead,
+            asked: false,
+            silence: Silence::Head(began),
+            begun: 0,
+            head_timeout,
+            patience,
+            stalled: None,
+        })
+    }
+
+    /// Which HTTP the client speaks.
+    pub fn protocol(&self) -> Protocol {
+        self.protocol
+    }
+
+    /// Takes note of what a silence means from now on.
+    fn note(&mut self, came: bool) {
+        let begun = self.vitals.begun.load(Ordering::Relaxed);
+        if self.vitals.is_busy() {
+            return;
+        }
+        let is_new = std::mem::replace(&mut self.begun, begun) != begun;
+        match self.silence {
+            Silence::Idle(_) if came => self.silence = Silence::Head(Instant::now()),
+            _ if is_new => self.silence = if came { Silence::Head(Instant::now()) } else { Silence::Idle(Instant::now()) },
+            _ => {}
+        }
+    }
+
+    /// Ends a silence that lasts too long: an error for a head that does not come, a mark for a connection without requests.
+    fn poll_silence(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
+        if self.vitals.is_busy() {
+            return Poll::Pending;
+        }
+        let until = match self.silence {
+            Silence::Head(since) if self.protocol == Protocol::Http1 => since + self.head_timeout,
+            Silence::Head(since) | Silence::Idle(since) => since + IDLE,
+        };
+        if self.patience.deadline() > until {
+            self.patience.as_mut().reset(until);
+        }
+        loop {
+            ready!(self.patience.as_mut().poll(cx));
+            if until > Instant::now() {
+                self.patience.as_mut().reset(until);
+                continue;
+            }
+            if let (Silence::Head(_), Protocol::Http1) = (self.silence, self.protocol) {
+                return Poll::Ready(io::Error::new(io::ErrorKind::TimedOut, "the head did not come in time"));
+            }
+            self.vitals.expired.store(true, Ordering::Relaxed);
+            return Poll::Pending;
+        }
+    }
+
+    /// Looks whether the client is still there while hyper does not read. One that has closed its sending side counts as gone: a close and a half-close
+    /// look the same until something is written.
+    fn poll_presence(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        if std::mem::take(&mut self.asked) || self.protocol == Protocol::Http2 || !self.vitals.is_busy() {
+            return Ok(());
+        }
+        while self.ahead.len() < AHEAD {
+            self.ahead.reserve(4 << 10);
+            match pin!(self.stream.read_buf(&mut self.ahead)).poll(cx) {
+                Poll::Pending => break,
+                Poll::Ready(Ok(0)) => return Err(io::Error::new(io::ErrorKind::ConnectionReset, "the client left")),
+                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Err(error)) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Fails a write that makes no progress for too long.
+    fn watch_writes<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.stalled = None;
+            return written;
+        }
+        let limit = self.stalled.get_or_insert_with(|| Box::pin(tokio::time::sleep(STALLED)));
+        ready!(limit.as_mut().poll(cx));
+        Poll::Ready(Err(io::Error::new(io::ErrorKind::TimedOut, "the client takes nothing")))
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for Downstream<S> {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = &mut *self;
+        if !this.ahead.is_empty() {
+            let n = this.ahead.len().min(buffer.remaining());
+            buffer.put_slice(&this.ahead[..n]);
+            this.ahead.advance(n);
+            if this.ahead.is_empty() {
+                this.ahead = BytesMut::new();
+            }
+            return Poll::Ready(Ok(()));
+        }
+        match Pin::new(&mut this.stream).poll_read(cx, buffer) {
+            Poll::Ready(result) => {
+                this.note(true);
+                Poll::Ready(result)
+            }
+            Poll::Pending => {
+                this.asked = true;
+                this.note(false);
+                this.poll_silence(cx).map(Err)
+            }
+        }
+    }
+}
+
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Downstream<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.watch_writes(cx, written)
+    }
+
+    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, pieces: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, pieces);
+        self.watch_writes(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    /// hyper flushes at the end of every round, whether it has written or not: the place to look after the client.
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        ready!(self.watch_writes(cx, flushed))?;
+        Poll::Ready(self.poll_presence(cx))
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}

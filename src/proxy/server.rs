@@ -1,0 +1,467 @@
+//! The server: pingora accepts, ends TLS, carries the worker threads and hands sockets over; hyper speaks HTTP on what was accepted.
+//!
+//! pingora's own graceful shutdown sleeps for a fixed time and then cuts what still streams. Here a [`Shutdown`] waits for what is open, at most as long as
+//! the configuration says, and only then ends pingora, quickly.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::IntoRawFd;
+use std::path::{Path, PathBuf};
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::header::{CONNECTION, HeaderValue};
+use http::{Request, Response, Version};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::server::graceful::GracefulConnection;
+use pingora::apps::ServerApp;
+use pingora::listeners::tls::TlsSettings;
+use pingora::listeners::{L4BufferSettings, ListenerConfig};
+use pingora::protocols::Stream;
+use pingora::server::configuration::ServerConf;
+use pingora::server::{Fds, ListenFds, RunArgs, ShutdownSignal, ShutdownSignalWatch, ShutdownWatch};
+use pingora::services::listening;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+
+use super::connection::{Downstream, InProgress, Protocol, Vitals};
+use crate::config::{Edge, Tls};
+
+/// Streams that one HTTP/2 connection may have open.
+const STREAMS: u32 = 256;
+/// How often an HTTP/2 client is asked whether it is alive.
+const PING: Duration = Duration::from_secs(30);
+/// The least hyper takes as a buffer for a head.
+const LEAST_HEAD: usize = 8 << 10;
+/// How long kept connections still get an answer after the sockets were handed over, each with `connection: close`.
+const LEAVING: Duration = Duration::from_secs(5);
+
+/// What answers the requests.
+pub trait Handler: Send + Sync + 'static {
+    /// The body of its answers.
+    type Body: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + Unpin + 'static;
+
+    /// Answers one request. The future, and then the body, are dropped when the client leaves.
+    fn handle(self: Arc<Self>, request: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
+
+    /// The process is asked to end: whoever asks whether it is ready shall hear no.
+    fn start_drain(&self);
+
+    /// Waits until nothing runs any more, at most `within`.
+    fn drained(&self, within: Duration) -> impl Future<Output = ()> + Send;
+}
+
+/// Why the server does not start.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    #[error("cannot listen on {address}: {source}")]
+    Listen { address: SocketAddr, source: io::Error },
+    #[error("cannot take over the socket for {address} through {}: {reason}", sock.display())]
+    TakeOver { address: SocketAddr, sock: PathBuf, reason: String },
+    #[error("{}: {reason}", path.display())]
+    Certificate { path: PathBuf, reason: String },
+}
+
+/// How a server begins and ends, apart from what the configuration says.
+#[derive(Debug, Default)]
+pub struct Options {
+    /// Where sockets are handed over, on SIGQUIT and at the start of a process that takes over.
+    pub upgrade_sock: Option<PathBuf>,
+    /// Take the socket of a running process over.
+    pub upgrade: bool,
+    /// Worker threads; 0 is one per core.
+    pub threads: usize,
+}
+
+/// A bound server that does not run yet.
+pub struct Server {
+    address: SocketAddr,
+    socket: i32,
+    tls: Option<Tls>,
+    edge: Edge,
+    options: Options,
+}
+
+/// Who ends the server.
+pub enum Stop {
+    /// SIGTERM and SIGINT drain and end it; SIGQUIT hands its socket over, drains and ends it.
+    Signals,
+    /// It drains and ends once this is true, or its sender gone.
+    Told(watch::Receiver<bool>),
+}
+
+impl Server {
+    /// Opens the listening socket, or takes it over from a running process, and checks the certificate.
+    pub fn bind(listen: SocketAddr, tls: Option<Tls>, edge: Edge, options: Options) -> Result<Server, ServerError> {
+        if let Some(tls) = &tls {
+            check_certificate(tls)?;
+        }
+        let (socket, address) = match (&options.upgrade_sock, options.upgrade) {
+            (Some(sock), true) => (take_over(listen, sock)?, listen),
+            _ => {
+                let listening = || {
+                    let listener = TcpListener::bind(listen)?;
+                    listener.set_nonblocking(true)?;
+                    let address = listener.local_addr()?;
+                    Ok((listener.into_raw_fd(), address))
+                };
+                listening().map_err(|source| ServerError::Listen { address: listen, source })?
+            }
+        };
+        Ok(Server { address, socket, tls, edge, options })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Serves until it is stopped and drained. Blocks; must not be called on a tokio runtime.
+    pub fn run<H: Handler>(self, handler: Arc<H>, stop: Stop) -> Result<(), ServerError> {
+        let name = self.address.to_string();
+        let phase = Arc::new(watch::Sender::new(Phase::Serving));
+        let drain = self.edge.drain;
+        let app = App { handler: Arc::clone(&handler), phase: Arc::clone(&phase), edge: self.edge };
+        let mut inner = listening::Service::new("edge".to_owned(), app);
+        // hyper has buffers of its own; TLS reads records of up to 16 KiB.
+        let endpoint = match &self.tls {
+            None => ListenerConfig::tcp(&name).l4_buffer(L4BufferSettings::unbuffered()),
+            Some(tls) => ListenerConfig::tcp(&name).l4_buffer(L4BufferSettings::new(16 << 10, 0)).tls(tls_settings(tls)?),
+        };
+        inner.add_listener(endpoint);
+
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if self.options.threads == 0 { cores } else { self.options.threads };
+        let (accepting, accept) = watch::channel(false);
+        let sockets = Arc::<Mutex<Option<ListenFds>>>::default();
+        let service = Service { inner, threads, name: name.clone(), socket: self.socket, accept, sockets: Arc::clone(&sockets) };
+        let shutdown = Shutdown { handler, stop, phase, drain, accepting, upgrade_sock: self.options.upgrade_sock, sockets };
+
+        let conf = ServerConf { threads, ..ServerConf::default() };
+        let mut server = pingora::server::Server::new_with_opt_and_conf(None, conf);
+        server.bootstrap();
+        server.add_service(service);
+        server.run(RunArgs { shutdown_signal: Box::new(shutdown) });
+        Ok(())
+    }
+}
+
+/// Where a connection stands in the server's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// Business as usual.
+    Serving,
+    /// Answers say `connection: close`; nobody is cut off.
+    Leaving,
+    /// Connections end with their last answer, idle ones at once.
+    Closing,
+}
+
+/// pingora's service with a socket that is already open and an end of its own.
+struct Service<A> {
+    inner: listening::Service<A>,
+    threads: usize,
+    name: String,
+    socket: i32,
+    accept: watch::Receiver<bool>,
+    sockets: Arc<Mutex<Option<ListenFds>>>,
+}
+
+#[async_trait]
+impl<A: ServerApp + Send + Sync + 'static> pingora::services::Service for Service<A> {
+    async fn start_service(&mut self, fds: Option<ListenFds>, _shutdown: ShutdownWatch, listeners: usize) {
+        if let Some(fds) = &fds {
+            fds.lock().add(self.name.clone(), self.socket);
+            *self.sockets.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(fds));
+        }
+        self.inner.start_service(fds, self.accept.clone(), listeners).await;
+    }
+
+    fn name(&self) -> &str {
+        self.inner.name()
+    }
+
+    fn threads(&self) -> Option<usize> {
+        Some(self.threads)
+    }
+}
+
+/// Serves each accepted connection.
+struct App<H> {
+    handler: Arc<H>,
+    /// Every connection that was there before the end holds a receiver: when all are gone, the server may end.
+    phase: Arc<watch::Sender<Phase>>,
+    edge: Edge,
+}
+
+#[async_trait]
+impl<H: Handler> ServerApp for App<H> {
+    async fn process_new(self: &Arc<Self>, stream: Stream, _shutdown: &ShutdownWatch) -> Option<Stream> {
+        let phase = *self.phase.borrow();
+        let watch = (phase == Phase::Serving).then(|| self.phase.subscribe());
+        self.serve(stream, watch).await;
+        None
+    }
+}
+
+impl<H: Handler> App<H> {
+    /// Serves one connection to its end. `phase` is none for one that came during the end: it gets one answer.
+    async fn serve(&self, stream: Stream, phase: Option<watch::Receiver<Phase>>) {
+        let vitals = Arc::<Vitals>::default();
+        let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), self.edge.head_timeout).await else { return };
+        let protocol = downstream.protocol();
+        let io = TokioIo::new(downstream);
+        let (handler, counted, closing) = (Arc::clone(&self.handler), Arc::clone(&vitals), phase.clone());
+        let service = service_fn(move |request: Request<Incoming>| {
+            let (handler, in_progress) = (Arc::clone(&handler), counted.begin());
+            let last = closing.as_ref().is_none_or(|phase| *phase.borrow() != Phase::Serving) && request.version() <= Version::HTTP_11;
+            async move {
+                let mut response = handler.handle(request).await;
+                if last {
+                    response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                }
+                Ok::<_, Infallible>(response.map(|body| Tracked { body, _in_progress: in_progress }))
+            }
+        });
+        match protocol {
+            Protocol::Http1 => {
+                let connection = http1::Builder::new()
+                    .max_header_size(self.edge.max_head.max(LEAST_HEAD))
+                    .header_read_timeout(None)
+                    .timer(TokioTimer::new())
+                    .serve_connection(io, service);
+                drive(connection, &vitals, phase).await;
+            }
+            Protocol::Http2 => {
+                let connection = http2::Builder::new(TokioExecutor::new())
+                    .max_concurrent_streams(STREAMS)
+                    .max_header_list_size(u32::try_from(self.edge.max_head).unwrap_or(u32::MAX))
+                    .keep_alive_interval(PING)
+                    .timer(TokioTimer::new())
+                    .serve_connection(io, service);
+                drive(connection, &vitals, phase).await;
+            }
+        }
+    }
+}
+
+/// Polls a connection to its end, and asks it to end when it is idle for too long or the server is closing. The server waits for `phase` to be dropped.
+async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, phase: Option<watch::Receiver<Phase>>) {
+    let mut connection = pin!(connection);
+    let mut closing = pin!(async {
+        match phase.clone() {
+            // The sender outlives every connection.
+            Some(mut phase) => drop(phase.wait_for(|phase| *phase == Phase::Closing).await),
+            None => std::future::pending().await,
+        }
+    });
+    // The first look leaves a waker; later ones are worth their lock only after a change.
+    let (mut look, mut told) = (true, false);
+    std::future::poll_fn(|cx| {
+        look |= phase.as_ref().is_some_and(|phase| phase.has_changed().unwrap_or(true));
+        if !told && std::mem::take(&mut look) && closing.as_mut().poll(cx).is_ready() {
+            told = true;
+            connection.as_mut().graceful_shutdown();
+        }
+        // How a connection ended says nothing that its requests have not said.
+        if connection.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        if !told && vitals.is_expired() {
+            told = true;
+            connection.as_mut().graceful_shutdown();
+            return connection.as_mut().poll(cx).map(drop);
+        }
+        Poll::Pending
+    })
+    .await;
+}
+
+/// A body that counts as a request in progress until it is dropped.
+struct Tracked<B> {
+    body: B,
+    _in_progress: InProgress,
+}
+
+impl<B: Body + Unpin> Body for Tracked<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// Ends the server: see [`Stop`].
+struct Shutdown<H> {
+    handler: Arc<H>,
+    stop: Stop,
+    phase: Arc<watch::Sender<Phase>>,
+    drain: Duration,
+    /// True ends the accepting of connections.
+    accepting: watch::Sender<bool>,
+    upgrade_sock: Option<PathBuf>,
+    sockets: Arc<Mutex<Option<ListenFds>>>,
+}
+
+#[async_trait]
+impl<H: Handler> ShutdownSignalWatch for Shutdown<H> {
+    async fn recv(&self) -> ShutdownSignal {
+        match &self.stop {
+            Stop::Told(told) => {
+                // A sender that is gone cannot say anything else any more.
+                let _ = told.clone().wait_for(|stop| *stop).await;
+                self.drain().await;
+            }
+            Stop::Signals => match Signals::new() {
+                Ok(mut signals) => loop {
+                    if signals.hand_over().await {
+                        if self.hand_over().await {
+                            tokio::select! { () = self.leave() => {}, () = signals.end() => {} }
+                            break;
+                        }
+                    } else {
+                        tracing::info!("draining; a second signal ends it at once");
+                        tokio::select! { () = self.drain() => {}, () = signals.end() => {} }
+                        break;
+                    }
+                },
+                Err(error) => {
+                    tracing::error!(%error, "signals cannot be received: the process can only be killed");
+                    std::future::pending().await
+                }
+            },
+        }
+        ShutdownSignal::FastShutdown
+    }
+}
+
+impl<H: Handler> Shutdown<H> {
+    /// Lets what runs finish, at most as long as the configuration allows. New connections are still answered, with a refusal.
+    async fn drain(&self) {
+        self.handler.start_drain();
+        self.phase.send_replace(Phase::Closing);
+        let finished = async { tokio::join!(self.phase.closed(), self.handler.drained(self.drain)) };
+        if tokio::time::timeout(self.drain, finished).await.is_err() {
+            tracing::warn!(seconds = self.drain.as_secs(), connections = self.phase.receiver_count(), "not everything finished in time");
+        }
+    }
+
+    /// Gives the listening socket to the process that takes over. False if that failed: nothing has changed then.
+    async fn hand_over(&self) -> bool {
+        let sockets = self.sockets.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let (Some(sock), Some(sockets)) = (self.upgrade_sock.clone(), sockets) else {
+            tracing::warn!("a hand-over was asked for, but there is no --upgrade-sock");
+            return false;
+        };
+        // It waits for the other process, and says so in pingora's own log.
+        let sent = tokio::task::spawn_blocking(move || sockets.lock().send_to_sock(sock.to_string_lossy().as_ref())).await;
+        match sent {
+            Ok(Ok(_)) => true,
+            Ok(Err(error)) => {
+                tracing::error!(%error, "the socket was not handed over; serving on");
+                false
+            }
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        }
+    }
+
+    /// Another process has the listening socket: finish what is here.
+    async fn leave(&self) {
+        tracing::info!("the listening socket was handed over; finishing what is open");
+        self.accepting.send_replace(true);
+        self.phase.send_replace(Phase::Leaving);
+        if tokio::time::timeout(LEAVING, self.phase.closed()).await.is_err() {
+            self.phase.send_replace(Phase::Closing);
+            // A deadline that passed is told by the same warning as in a drain.
+            self.drain().await;
+        }
+    }
+}
+
+/// The signals that end the server.
+struct Signals {
+    terminate: tokio::signal::unix::Signal,
+    interrupt: tokio::signal::unix::Signal,
+    quit: tokio::signal::unix::Signal,
+}
+
+impl Signals {
+    fn new() -> io::Result<Signals> {
+        Ok(Signals { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())?, quit: signal(SignalKind::quit())? })
+    }
+
+    /// Waits for a signal; whether it asks for a hand-over.
+    async fn hand_over(&mut self) -> bool {
+        tokio::select! {
+            _ = self.terminate.recv() => false,
+            _ = self.interrupt.recv() => false,
+            _ = self.quit.recv() => true,
+        }
+    }
+
+    /// Waits for a signal that ends the process.
+    async fn end(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}
+
+/// Takes the listening socket over from the process that listens now; waits some seconds for it to be offered.
+fn take_over(listen: SocketAddr, sock: &Path) -> Result<i32, ServerError> {
+    let failed = |reason: String| ServerError::TakeOver { address: listen, sock: sock.to_owned(), reason };
+    if sock.parent().is_none_or(|folder| !folder.is_dir()) {
+        return Err(failed("its folder does not exist".to_owned()));
+    }
+    let mut offered = Fds::new();
+    offered.get_from_sock(sock.to_string_lossy().as_ref()).map_err(|error| failed(error.to_string()))?;
+    let name = listen.to_string();
+    let socket = offered.get(&name).copied();
+    offered.close_unclaimed(&std::iter::once(name).collect());
+    socket.ok_or_else(|| failed("the running process listens elsewhere".to_owned()))
+}
+
+/// pingora panics on a bad certificate: look first.
+fn check_certificate(tls: &Tls) -> Result<(), ServerError> {
+    use rustls::pki_types::pem::PemObject;
+    use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+    let certificate = |reason: String| ServerError::Certificate { path: tls.cert.clone(), reason };
+    let key = |reason: String| ServerError::Certificate { path: tls.key.clone(), reason };
+    let chain: Vec<_> = CertificateDer::pem_file_iter(&tls.cert).and_then(Iterator::collect).map_err(|error| certificate(error.to_string()))?;
+    let private = PrivateKeyDer::from_pem_file(&tls.key).map_err(|error| key(error.to_string()))?;
+    rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+        .with_safe_default_protocol_versions()
+        .map_err(|error| certificate(error.to_string()))?
+        .with_no_client_auth()
+        .with_single_cert(chain, private)
+        .map_err(|error| certificate(error.to_string()))?;
+    Ok(())
+}
+
+fn tls_settings(tls: &Tls) -> Result<TlsSettings, ServerError> {
+    let mut settings = TlsSettings::intermediate(&tls.cert.to_string_lossy(), &tls.key.to_string_lossy())
+        .map_err(|error| ServerError::Certificate { path: tls.cert.clone(), reason: error.to_string() })?;
+    settings.enable_h2();
+    Ok(settings)
+}

@@ -1,0 +1,651 @@
+//! What an answer says about itself, learnt while it passes: tokens, usage, how it ended. Pure.
+//!
+//! An [`Observer`] reads server-sent events whose lines may be cut anywhere; a line goes on as soon as it is whole. What needs no change is handed on in
+//! the memory it came in. [`read_answer`] does the same for an answer that comes as one JSON document.
+
+use std::borrow::Cow;
+use std::fmt;
+use std::ops::Range;
+
+use bytes::{Bytes, BytesMut};
+use memchr::{memchr, memrchr};
+use serde::Deserialize;
+use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::api::quoted;
+use crate::scheduler::Tokens;
+
+/// The longest line that is looked at, in bytes; a longer one passes unread and unchanged.
+const MAX_LINE: usize = 1 << 20;
+
+/// What an answer has told so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Seen {
+    /// Pieces of output: the estimate of its tokens until the backend reports them.
+    pieces: Tokens,
+    /// The backend's own count of output tokens.
+    reported: Option<Tokens>,
+    /// The backend's own count of prompt tokens.
+    pub prompt_tokens: Option<Tokens>,
+    /// How the answer said that it ended.
+    pub finish: Option<Finish>,
+    /// The dialect's last word was heard: nothing is missing.
+    pub done: bool,
+    /// The backend reported an error inside the stream.
+    pub error: bool,
+}
+
+/// Why an answer ended, in its own words.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Finish {
+    /// By itself.
+    Stopped,
+    /// By a limit or a filter: it would have been longer.
+    Truncated,
+}
+
+impl Seen {
+    /// Output tokens so far.
+    pub fn output(&self) -> Tokens {
+        self.reported.unwrap_or(self.pieces)
+    }
+
+    fn usage(&mut self, usage: &Usage) {
+        self.reported = usage.completion_tokens.or(usage.output_tokens).or(self.reported);
+        self.prompt_tokens = usage.prompt_tokens.or(usage.input_tokens).or(self.prompt_tokens);
+    }
+
+    fn finish(&mut self, reason: &str) {
+        let finish = match reason {
+            "length" | "max_tokens" | "model_length" | "model_context_window_exceeded" | "content_filter" | "abort" | "incomplete" => {
+                Finish::Truncated
+            }
+            "error" | "failed" => {
+                self.error = true;
+                return;
+            }
+            "in_progress" | "queued" => return,
+            _ => Finish::Stopped,
+        };
+        // Of several answers to one prompt, one that was cut makes the sum a lower bound.
+        if self.finish != Some(Finish::Truncated) {
+            self.finish = Some(finish);
+        }
+    }
+
+    /// Takes in one event or document; the place of a `model` in it, if it has one.
+    fn event<'a>(&mut self, event: &Event<'a>) -> Option<&'a RawValue> {
+        let inner = event.message.as_ref().or(event.response.as_ref());
+        for usage in [event.usage.as_ref(), inner.and_then(|inner| inner.usage.as_ref())].into_iter().flatten() {
+            self.usage(usage);
+        }
+        self.pieces = self.pieces.saturating_add(event.choices.pieces);
+        for reason in &event.choices.finish {
+            self.finish(reason);
+        }
+        if event.kind.ends_with("_delta") || event.kind.ends_with(".delta") {
+            self.pieces = self.pieces.saturating_add(u32::from(event.delta.any));
+        }
+        let reasons = [&event.delta.stop_reason, &event.stop_reason, &event.status, &inner.and_then(|inner| inner.status.clone())];
+        for reason in reasons.into_iter().flatten() {
+            self.finish(reason);
+        }
+        self.done |= matches!(&*event.kind, "message_stop" | "response.completed" | "response.incomplete" | "response.failed");
+        self.error |= event.error || event.kind == "error";
+        inner.and_then(|inner| inner.model).or(event.model)
+    }
+}
+
+/// Reads one stream of server-sent events.
+pub struct Observer {
+    seen: Seen,
+    /// The name the client asked for, as a JSON string.
+    model: Vec<u8>,
+    /// The usage chunk was asked for by us alone: the client does not get it.
+    hide_usage: bool,
+    /// A line that has begun.
+    partial: BytesMut,
+    /// Within a line that is too long to look at.
+    passing: bool,
+    /// The event before was taken out: its blank line goes too.
+    hiding: bool,
+}
+
+/// What becomes of a line.
+enum Verdict {
+    Pass,
+    Hide,
+    /// This part of the payload is the model's name and becomes another.
+    Rename(Range<usize>),
+}
+
+impl Observer {
+    /// An observer that tells the client the name it asked for, `model`, and hides the last usage chunk if `hide_usage`.
+    pub fn new(model: &str, hide_usage: bool) -> Observer {
+        Observer { seen: Seen::default(), model: quoted(model), hide_usage, partial: BytesMut::new(), passing: false, hiding: false }
+    }
+
+    /// What is known so far.
+    pub fn seen(&self) -> &Seen {
+        &self.seen
+    }
+
+    /// Takes the next bytes from the backend and returns those for the client; none while a line is incomplete.
+    pub fn feed(&mut self, chunk: Bytes) -> Bytes {
+        let Some(end) = memrchr(b'\n', &chunk).map(|at| at + 1) else { return self.keep(chunk) };
+        let mut whole = chunk;
+        let tail = whole.split_off(end);
+        if self.passing {
+            // The long line ends here; what follows it is looked at again.
+            self.passing = false;
+            // There is a newline: it was found above.
+            let rest = whole.split_off(memchr(b'\n', &whole).map_or(whole.len(), |at| at + 1));
+            let looked_at = self.lines(rest);
+            whole = concat(&whole, &looked_at);
+        } else {
+            if !self.partial.is_empty() {
+                let mut line = std::mem::take(&mut self.partial);
+                line.extend_from_slice(&whole);
+                whole = line.freeze();
+            }
+            whole = self.lines(whole);
+        }
+        if tail.is_empty() { whole } else { concat(&whole, &self.keep(tail)) }
+    }
+
+    /// The backend has ended the stream: what is left for the client.
+    pub fn end(&mut self) -> Bytes {
+        let rest = std::mem::take(&mut self.partial).freeze();
+        self.lines(rest)
+    }
+
+    /// Keeps the beginning of a line, or lets it pass if it is too long.
+    fn keep(&mut self, tail: Bytes) -> Bytes {
+        if self.passing {
+            return tail;
+        }
+        if self.partial.len() + tail.len() > MAX_LINE {
+            self.passing = true;
+            let begun = std::mem::take(&mut self.partial).freeze();
+            return concat(&begun, &tail);
+        }
+        self.partial.extend_from_slice(&tail);
+        Bytes::new()
+    }
+
+    /// Looks at whole lines (the last one may lack its newline) and makes the changes they need.
+    fn lines(&mut self, lines: Bytes) -> Bytes {
+        // Filled from the first change on; holds what has become of `lines[..done]`.
+        let mut changed: Option<Vec<u8>> = None;
+        let mut done = 0;
+        let mut start = 0;
+        while start < lines.len() {
+            let end = memchr(b'\n', &lines[start..]).map_or(lines.len(), |at| start + at + 1);
+            let line = lines[start..end].trim_ascii_end();
+            let verdict = if line.is_empty() && self.hiding { Verdict::Hide } else { self.line(line) };
+            self.hiding = matches!(verdict, Verdict::Hide) && !line.is_empty();
+            match verdict {
+                Verdict::Pass => {}
+                Verdict::Hide => {
+                    changed.get_or_insert_default().extend_from_slice(&lines[done..start]);
+                    done = end;
+                }
+                Verdict::Rename(place) => {
+                    let changed = changed.get_or_insert_with(|| Vec::with_capacity(lines.len() + self.model.len()));
+                    changed.extend_from_slice(&lines[done..start + place.start]);
+                    changed.extend_from_slice(&self.model);
+                    done = start + place.end;
+                }
+            }
+            start = end;
+        }
+        match changed {
+            None => lines,
+            Some(mut changed) => {
+                changed.extend_from_slice(&lines[done..]);
+                Bytes::from(changed)
+            }
+        }
+    }
+
+    /// Looks at one line without its end. Comments, event names and what is not understood pass.
+    fn line(&mut self, line: &[u8]) -> Verdict {
+        let Some(payload) = line.strip_prefix(b"data:").map(<[u8]>::trim_ascii_start) else { return Verdict::Pass };
+        if payload == b"[DONE]" {
+            self.seen.done = true;
+            return Verdict::Pass;
+        }
+        let Ok(event) = serde_json::from_slice::<Event>(payload) else { return Verdict::Pass };
+        let model = self.seen.event(&event);
+        if self.hide_usage && event.usage.is_some() && event.choices.is_empty_list() {
+            return Verdict::Hide;
+        }
+        match model {
+            Some(raw) if raw.get().as_bytes() != self.model && raw.get().starts_with('"') => Verdict::Rename(place(line, raw)),
+            _ => Verdict::Pass,
+        }
+    }
+}
+
+/// Reads an answer that came as one JSON document, and names the model as the client did. `None` if it is not JSON.
+pub fn read_answer(body: &Bytes, model: &str) -> Option<(Seen, Bytes)> {
+    let event: Event = serde_json::from_slice(body).ok()?;
+    let mut seen = Seen::default();
+    let place = seen.event(&event).filter(|raw| raw.get().starts_with('"')).map(|raw| place(body, raw));
+    seen.done = true;
+    if seen.reported.is_none() {
+        // No usage: the document's length is the best guess there is.
+        seen.pieces = u32::try_from(body.len() / 4).unwrap_or(u32::MAX);
+    }
+    let model = quoted(model);
+    let body = match place {
+        Some(place) if body[place.clone()] != model[..] => Bytes::from([&body[..place.start], &model, &body[place.end..]].concat()),
+        _ => body.clone(),
+    };
+    Some((seen, body))
+}
+
+/// Where `raw`, a slice of `whole`, stands in it.
+fn place(whole: &[u8], raw: &RawValue) -> Range<usize> {
+    let start = raw.get().as_ptr() as usize - whole.as_ptr() as usize;
+    start..start + raw.get().len()
+}
+
+fn concat(a: &Bytes, b: &Bytes) -> Bytes {
+    match (a.is_empty(), b.is_empty()) {
+        (true, _) => b.clone(),
+        (_, true) => a.clone(),
+        _ => Bytes::from([a.as_ref(), b.as_ref()].concat()),
+    }
+}
+
+/// What the dialects' events and documents have that is looked at: OpenAI's chunks at the top, Anthropic's and the responses API's by `type`.
+#[derive(Deserialize)]
+struct Event<'a> {
+    #[serde(rename = "type", borrow, default)]
+    kind: Cow<'a, str>,
+    #[serde(borrow, default)]
+    model: Option<&'a RawValue>,
+    #[serde(borrow, default)]
+    choices: Choices<'a>,
+    #[serde(default)]
+    usage: Option<Usage>,
+    #[serde(borrow, default)]
+    delta: Delta<'a>,
+    #[serde(borrow, default)]
+    message: Option<Inner<'a>>,
+    #[serde(borrow, default)]
+    response: Option<Inner<'a>>,
+    #[serde(borrow, default)]
+    stop_reason: Option<Cow<'a, str>>,
+    #[serde(borrow, default)]
+    status: Option<Cow<'a, str>>,
+    #[serde(default, deserialize_with = "is_some")]
+    error: bool,
+}
+
+/// The message of Anthropic's first event, the response in the responses API's events.
+#[derive(Deserialize)]
+struct Inner<'a> {
+    #[serde(borrow, default)]
+    model: Option<&'a RawValue>,
+    #[serde(default)]
+    usage: Option<Usage>,
+    #[serde(borrow, default)]
+    status: Option<Cow<'a, str>>,
+}
+
+#[derive(Deserialize)]
+struct Usage {
+    #[serde(default)]
+    prompt_tokens: Option<Tokens>,
+    #[serde(default)]
+    completion_tokens: Option<Tokens>,
+    #[serde(default)]
+    input_tokens: Option<Tokens>,
+    #[serde(default)]
+    output_tokens: Option<Tokens>,
+}
+
+fn is_some<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
+    Ok(Option::<IgnoredAny>::deserialize(deserializer)?.is_some())
+}
+
+/// All choices of a chunk, folded.
+#[derive(Default)]
+struct Choices<'a> {
+    /// The field is there.
+    present: bool,
+    count: u32,
+    /// Choices that brought output.
+    pieces: Tokens,
+    finish: Vec<Cow<'a, str>>,
+}
+
+impl Choices<'_> {
+    fn is_empty_list(&self) -> bool {
+        self.present && self.count == 0
+    }
+}
+
+/// Whether anything is in a piece of output, and Anthropic's reason to stop.
+#[derive(Default)]
+struct Delta<'a> {
+    any: bool,
+    stop_reason: Option<Cow<'a, str>>,
+}
+
+#[derive(Deserialize)]
+#[serde(transparent)]
+struct Reason<'a>(#[serde(borrow)] Option<Cow<'a, str>>);
+
+/// True for a text, list or object with something in it.
+struct Any(bool);
+
+impl<'de> Deserialize<'de> for Any {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Look;
+        impl<'de> Visitor<'de> for Look {
+            type Value = Any;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("anything")
+            }
+
+            fn visit_str<E>(self, text: &str) -> Result<Any, E> {
+                Ok(Any(!text.is_empty()))
+            }
+
+            fn visit_unit<E>(self) -> Result<Any, E> {
+                Ok(Any(false))
+            }
+
+            fn visit_bool<E>(self, _: bool) -> Result<Any, E> {
+                Ok(Any(false))
+            }
+
+            fn visit_u64<E>(self, _: u64) -> Result<Any, E> {
+                Ok(Any(false))
+            }
+
+            fn visit_i64<E>(self, _: i64) -> Result<Any, E> {
+                Ok(Any(false))
+            }
+
+            fn visit_f64<E>(self, _: f64) -> Result<Any, E> {
+                Ok(Any(false))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Any, A::Error> {
+                let mut any = false;
+                while seq.next_element::<IgnoredAny>()?.is_some() {
+                    any = true;
+                }
+                Ok(Any(any))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Any, A::Error> {
+                let mut any = false;
+                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
+                    any = true;
+                }
+                Ok(Any(any))
+            }
+        }
+        deserializer.deserialize_any(Look)
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Delta<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Look;
+
+        #[derive(Deserialize)]
+        #[serde(field_identifier, rename_all = "snake_case")]
+        enum Field {
+            Content,
+            ReasoningContent,
+            Reasoning,
+            Refusal,
+            ToolCalls,
+            FunctionCall,
+            Text,
+            Thinking,
+            PartialJson,
+            StopReason,
+            #[serde(other)]
+            Unknown,
+        }
+
+        impl<'de> Visitor<'de> for Look {
+            type Value = Delta<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("a piece of output")
+            }
+
+            // The responses API's deltas are plain text.
+            fn visit_str<E>(self, text: &str) -> Result<Delta<'de>, E> {
+                Ok(Delta { any: !text.is_empty(), stop_reason: None })
+            }
+
+            fn visit_unit<E>(self) -> Result<Delta<'de>, E> {
+                Ok(Delta::default())
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Delta<'de>, A::Error> {
+                let mut delta = Delta::default();
+                while let Some(field) = map.next_key::<Field>()? {
+                    match field {
+                        Field::StopReason => delta.stop_reason = map.next_value::<Reason>()?.0,
+                        Field::Unknown => drop(map.next_value::<IgnoredAny>()?),
+                        _ => delta.any |= map.next_value::<Any>()?.0,
+                    }
+                }
+                Ok(delta)
+            }
+        }
+        deserializer.deserialize_any(Look)
+    }
+}
+
+impl<'de: 'a, 'a> Deserialize<'de> for Choices<'a> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        struct Choice<'a> {
+            #[serde(borrow, default)]
+            delta: Delta<'a>,
+            #[serde(default)]
+            text: Option<Any>,
+            #[serde(borrow, default)]
+            finish_reason: Option<Cow<'a, str>>,
+        }
+
+        struct Fold;
+        impl<'de> Visitor<'de> for Fold {
+            type Value = Choices<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an array")
+            }
+
+            fn visit_unit<E>(self) -> Result<Choices<'de>, E> {
+                Ok(Choices::default())
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Choices<'de>, A::Error> {
+                let mut choices = Choices { present: true, ..Choices::default() };
+                while let Some(choice) = seq.next_element::<Choice>()? {
+                    choices.count += 1;
+                    choices.pieces += u32::from(choice.delta.any || choice.text.is_some_and(|text| text.0));
+                    choices.finish.extend(choice.finish_reason);
+                }
+                Ok(choices)
+            }
+        }
+        deserializer.deserialize_any(Fold)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const CHAT: &str = concat!(
+        ": keep-alive\n\n",
+        "data: {\"id\":\"a\",\"model\":\"up\",\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"},\"finish_reason\":null}]}\n\n",
+        "data: {\"id\":\"a\",\"model\":\"up\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\"é [DONE]\\n\\\"usage\\\":\"},\"finish_reason\":null}]}\n\n",
+        "data: {\"id\":\"a\",\"model\":\"up\",\"choices\":[{\"index\":0,\"delta\":{\"reasoning_content\":\"hm\"}}],\"usage\":null}\r\n\r\n",
+        "data: {\"id\":\"a\",\"model\":\"up\",\"choices\":[{\"index\":0,\"delta\":{},\"finish_reason\":\"length\"}]}\n\n",
+        "data: {\"id\":\"a\",\"model\":\"up\",\"choices\":[],\"usage\":{\"prompt_tokens\":7,\"completion_tokens\":3}}\n\n",
+        "data: [DONE]\n\n",
+    );
+    const MESSAGES: &str = concat!(
+        "event: message_start\ndata: {\"type\":\"message_start\",\"message\":{\"model\":\"up\",\"usage\":{\"input_tokens\":9,\"output_tokens\":1}}}\n\n",
+        "event: ping\ndata: {\"type\": \"ping\"}\n\n",
+        "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"delta\":{\"type\":\"text_delta\",\"text\":\"Hi\"}}\n\n",
+        "event: message_delta\ndata: {\"type\":\"message_delta\",\"delta\":{\"stop_reason\":\"end_turn\"},\"usage\":{\"output_tokens\":12}}\n\n",
+        "event: message_stop\ndata: {\"type\":\"message_stop\"}\n\n",
+    );
+    const RESPONSES: &str = concat!(
+        "event: response.created\ndata: {\"type\":\"response.created\",\"response\":{\"model\":\"up\",\"status\":\"in_progress\",\"usage\":null}}\n\n",
+        "event: response.output_text.delta\ndata: {\"type\":\"response.output_text.delta\",\"delta\":\"Hi\"}\n\n",
+        "event: response.incomplete\ndata: {\"type\":\"response.incomplete\",\"response\":{\"model\":\"up\",\"status\":\"incomplete\",",
+        "\"usage\":{\"input_tokens\":4,\"output_tokens\":5}}}\n\n",
+    );
+
+    fn run<'a>(observer: &mut Observer, pieces: impl IntoIterator<Item = &'a [u8]>) -> String {
+        let mut all = Vec::new();
+        for piece in pieces {
+            all.extend_from_slice(&observer.feed(Bytes::copy_from_slice(piece)));
+        }
+        all.extend_from_slice(&observer.end());
+        String::from_utf8(all).unwrap()
+    }
+
+    fn seen(output: Tokens, prompt: Tokens, finish: Finish) -> impl Fn(&Seen) -> bool {
+        move |seen| seen.output() == output && seen.prompt_tokens == Some(prompt) && seen.finish == Some(finish) && seen.done && !seen.error
+    }
+
+    /// Whatever the borders of packets, down to single bytes: the same is learnt and the same comes out.
+    #[test]
+    fn every_cut_gives_the_same() {
+        for (text, hide, check) in [
+            (CHAT, true, Box::new(seen(3, 7, Finish::Truncated)) as Box<dyn Fn(&Seen) -> bool>),
+            (CHAT, false, Box::new(seen(3, 7, Finish::Truncated))),
+            (MESSAGES, false, Box::new(seen(12, 9, Finish::Stopped))),
+            (RESPONSES, false, Box::new(seen(5, 4, Finish::Truncated))),
+        ] {
+            let mut expected = text.replace("\"model\":\"up\"", "\"model\":\"asked\"");
+            if hide {
+                let start = expected.find("data: {\"id\":\"a\",\"model\":\"asked\",\"choices\":[]").unwrap();
+                expected.replace_range(start..expected.find("data: [DONE]\n").unwrap(), "");
+            }
+            for cut in 0..=text.len() {
+                let mut observer = Observer::new("asked", hide);
+                let (a, b) = text.as_bytes().split_at(cut);
+                assert_eq!(run(&mut observer, [a, b]), expected, "cut at {cut}");
+                assert!(check(observer.seen()), "cut at {cut}: {:?}", observer.seen());
+            }
+            let mut observer = Observer::new("asked", hide);
+            assert_eq!(run(&mut observer, text.as_bytes().chunks(1)), expected);
+            assert!(check(observer.seen()));
+        }
+    }
+
+    #[test]
+    fn without_a_change_nothing_is_copied() {
+        let chunk = Bytes::from_static(CHAT.as_bytes());
+        let mut observer = Observer::new("up", false);
+        assert_eq!(observer.feed(chunk.clone()).as_ptr(), chunk.as_ptr());
+        assert_eq!(observer.seen().output(), 3);
+    }
+
+    #[test]
+    fn tokens_are_estimated_until_they_are_reported() {
+        let mut observer = Observer::new("up", false);
+        let mut outputs = Vec::new();
+        for event in CHAT.split_inclusive("\n\n") {
+            observer.feed(Bytes::from_static(event.as_bytes()));
+            outputs.push(observer.seen().output());
+        }
+        // The chunk with CRLF line ends comes with the one after it.
+        assert_eq!(outputs, [0, 0, 1, 2, 3, 3]);
+        let mut observer = Observer::new("up", false);
+        observer.feed(Bytes::from_static(b"data:{\"choices\":[{\"text\":\"a\"},{\"text\":\"\"},{\"text\":\"b\"}]}\n"));
+        assert_eq!(observer.seen().output(), 2);
+        observer.feed(Bytes::from_static(b"data:{\"choices\":[{\"delta\":{\"tool_calls\":[{}]}}]}\n"));
+        assert_eq!(observer.seen().output(), 3);
+    }
+
+    #[test]
+    fn usage_is_merged_per_field() {
+        let mut observer = Observer::new("up", false);
+        observer.feed(Bytes::from_static(b"data: {\"usage\":{\"prompt_tokens\":5}}\n\ndata: {\"usage\":{\"completion_tokens\":6}}\n\n"));
+        assert_eq!((observer.seen().prompt_tokens, observer.seen().output()), (Some(5), 6));
+    }
+
+    #[test]
+    fn an_error_in_the_stream_is_seen() {
+        for line in [
+            "data: {\"error\":{\"message\":\"x\"}}\n",
+            "data: {\"type\":\"error\"}\n",
+            "data: {\"type\":\"response.failed\",\"response\":{\"status\":\"failed\"}}\n",
+        ] {
+            let mut observer = Observer::new("up", false);
+            observer.feed(Bytes::from_static(line.as_bytes()));
+            assert!(observer.seen().error, "{line}");
+        }
+        let mut observer = Observer::new("up", false);
+        observer.feed(Bytes::from_static(b"data: {\"error\":null}\n"));
+        assert!(!observer.seen().error);
+    }
+
+    #[test]
+    fn a_line_too_long_passes_and_the_next_is_read() {
+        let long = format!("data: {{\"model\":\"up\",\"x\":\"{}\"}}\n\n", "y".repeat(2 * MAX_LINE));
+        let text = format!("{long}{CHAT}");
+        let mut observer = Observer::new("asked", false);
+        let out = run(&mut observer, text.as_bytes().chunks(8192));
+        assert_eq!(out, format!("{long}{}", CHAT.replace("\"model\":\"up\"", "\"model\":\"asked\"")));
+        assert_eq!(observer.seen().output(), 3);
+        assert!(observer.partial.capacity() <= 2 * MAX_LINE);
+    }
+
+    #[test]
+    fn a_whole_answer_is_read() {
+        let body = Bytes::from_static(
+            b"{\"id\":\"a\",\"model\":\"up\",\"choices\":[{\"message\":{\"content\":\"Hi\"},\"finish_reason\":\"stop\"}],\"usage\":{\"prompt_tokens\":2,\"completion_tokens\":3}}",
+        );
+        let (answer, renamed) = read_answer(&body, "asked").unwrap();
+        assert!(seen(3, 2, Finish::Stopped)(&answer));
+        assert_eq!(renamed, String::from_utf8(body.to_vec()).unwrap().replace("up", "asked"));
+        assert_eq!(read_answer(&body, "up").unwrap().1.as_ptr(), body.as_ptr());
+        let body = Bytes::from_static(
+            b"{\"type\":\"message\",\"model\":\"up\",\"stop_reason\":\"max_tokens\",\"usage\":{\"input_tokens\":1,\"output_tokens\":8},\"content\":[{}]}",
+        );
+        assert!(seen(8, 1, Finish::Truncated)(&read_answer(&body, "up").unwrap().0));
+        let body = Bytes::from_static(
+            b"{\"object\":\"response\",\"status\":\"completed\",\"model\":\"up\",\"usage\":{\"input_tokens\":1,\"output_tokens\":8}}",
+        );
+        assert!(seen(8, 1, Finish::Stopped)(&read_answer(&body, "up").unwrap().0));
+        assert_eq!(read_answer(&Bytes::from_static(b"{"), "up"), None);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_comes_passes_unchanged_if_it_says_nothing(
+            pieces in prop::collection::vec(prop::collection::vec(prop_oneof![Just(b'\n'), Just(b'\r'), Just(b'd'), any::<u8>()], 0..40), 0..20),
+        ) {
+            let mut observer = Observer::new("m", true);
+            let mut out = Vec::new();
+            for piece in &pieces {
+                out.extend_from_slice(&observer.feed(Bytes::copy_from_slice(piece)));
+            }
+            out.extend_from_slice(&observer.end());
+            prop_assert_eq!(out, pieces.concat());
+        }
+    }
+}
