@@ -20,6 +20,19 @@ pub struct BackendId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ModelId(pub u32);
 
+/// Who is served: the key of a correction for prompts that look shorter or longer than they run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TenantId(pub u32);
+
+/// The beginning that a prompt shares with others: a conversation so far, a long system prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Prefix {
+    /// Equal for equal beginnings; whatever the edge finds useful to hash.
+    pub hash: u64,
+    /// How many of the prompt's tokens it covers.
+    pub tokens: Tokens,
+}
+
 /// What happened.
 #[derive(Clone, Debug)]
 pub enum Event {
@@ -64,6 +77,9 @@ pub struct Facts {
     pub work: f64,
     /// Expected output tokens.
     pub expected_output: Tokens,
+    /// Its boosted arrival in microseconds on the scheduler's clock, which may lie before the clock's start; the plain arrival under orders that boost nothing.
+    /// Absolute, so that an engine with a priority field can merge the orders of several gateways.
+    pub boosted_arrival: i64,
     /// Released from the aged FIFO rather than by key.
     pub aged: bool,
     /// Taken from the queue of another backend.
@@ -97,6 +113,10 @@ pub struct Request {
     pub unscored: bool,
     /// Backends already tried.
     pub excluded: Vec<BackendId>,
+    /// Who asks, where known.
+    pub tenant: Option<TenantId>,
+    /// What a backend may have in its prefix cache, where known: steers placement and lowers the expected work.
+    pub prefix: Option<Prefix>,
     /// The true output length: known in simulations only, read by the oracle policies only.
     pub oracle_output: Option<Tokens>,
 }

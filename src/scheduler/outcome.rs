@@ -24,6 +24,18 @@ pub enum Reason {
 }
 
 impl Reason {
+    /// Every reason.
+    pub const ALL: [Reason; 8] = [
+        Reason::QueueFull,
+        Reason::QueueBytes,
+        Reason::NoHealthyBackend,
+        Reason::NoOtherBackend,
+        Reason::TooLarge,
+        Reason::Expired,
+        Reason::Shed,
+        Reason::Draining,
+    ];
+
     /// The stable lower-case name used in metrics, logs and the `x-headway-reason` header.
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -19,6 +19,20 @@ pub enum Order {
     OracleBoost,
 }
 
+impl Order {
+    /// The stable lower-case name used in policy files, metrics and headers.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Order::Fcfs => "fcfs",
+            Order::Pars => "pars",
+            Order::Uniboost => "uniboost",
+            Order::Headway => "headway",
+            Order::OracleSjf => "oracle-sjf",
+            Order::OracleBoost => "oracle-boost",
+        }
+    }
+}
+
 /// How gamma, the decay rate of the boost in 1/s, is found.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Gamma {
@@ -121,6 +135,31 @@ impl Policy {
     /// What the main queue is sorted by.
     pub fn order(&self) -> Order {
         self.order
+    }
+
+    /// How gamma is found.
+    pub fn gamma(&self) -> Gamma {
+        self.gamma
+    }
+
+    /// How far a later arrival may overtake an earlier one.
+    pub fn max_overtake(&self) -> MaxOvertake {
+        self.max_overtake
+    }
+
+    /// Waiting longer than this joins the aged FIFO.
+    pub fn aging_threshold(&self) -> Duration {
+        self.aging_threshold
+    }
+
+    /// At most this share of releases comes from the aged FIFO while the main queue is not empty, 0 to 1.
+    pub fn aging_share(&self) -> f64 {
+        self.aging_share
+    }
+
+    /// Whether the pool may switch to overload mode.
+    pub fn overload(&self) -> bool {
+        self.overload
     }
 }
 

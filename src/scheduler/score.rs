@@ -2,6 +2,9 @@
 
 use std::cmp::Ordering;
 
+use super::event::Tokens;
+use super::time::Time;
+
 /// The ranker's opinion of a prompt: finite; higher means a longer expected answer. Only its order has a meaning.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Score(f32);
@@ -61,4 +64,52 @@ impl Weight {
     pub fn get(self) -> f64 {
         self.0
     }
+}
+
+/// The unit of attained output below which a request counts as fresh (MEMGUARD's quantum).
+pub const LEVEL: Tokens = 64;
+
+/// Attained output rounded down to 0, k, 2k, 4k, 8k ... with k = [`LEVEL`]: a key that depends on it moves only a logarithmic number of times.
+pub fn attained_level(attained: Tokens) -> Tokens {
+    match attained / LEVEL {
+        0 => 0,
+        units => LEVEL << units.ilog2(),
+    }
+}
+
+/// The boost in seconds of work `work` (seconds) at decay rate `gamma` (1/s): (1/g) ln(1 / (1 - e^(-g w))), from UNIBOOST, arXiv 2606.18431.
+///
+/// Strictly decreasing in work, until it is 0 to the last bit. Only differences between boosts have a meaning.
+pub fn boost(gamma: f64, work: f64) -> f64 {
+    let exponent = gamma * work;
+    // Each form is exact where the other loses its digits: for large exponents the logarithm is of a number next to 1.
+    let log = if exponent > std::f64::consts::LN_2 { (-(-exponent).exp()).ln_1p() } else { (-(-exponent).exp_m1()).ln() };
+    -log / gamma
+}
+
+/// The boost in use: everything but the request that a boosted arrival depends on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Boost {
+    gamma: f64,
+    bound: f64,
+    of_longest: f64,
+}
+
+impl Boost {
+    /// At decay rate `gamma` (1/s), capped at `bound` seconds above the boost of `longest`, the largest work (seconds) that the pool allows.
+    pub fn new(gamma: f64, bound: f64, longest: f64) -> Self {
+        Boost { gamma, bound, of_longest: boost(gamma, longest) }
+    }
+
+    /// phi in microseconds: when a request of this work and weight would have to arrive to be due without a boost. The smallest goes first.
+    pub fn boosted_arrival(&self, arrived: Time, work: f64, weight: Weight) -> i64 {
+        let relative = (boost(self.gamma, work) - self.of_longest).clamp(0.0, self.bound);
+        let ahead = relative + weight.get().ln() / self.gamma;
+        micros(arrived) - (ahead * 1e6).round() as i64
+    }
+}
+
+/// A time as a key.
+pub(super) fn micros(time: Time) -> i64 {
+    i64::try_from(time.as_micros()).unwrap_or(i64::MAX)
 }

@@ -1,0 +1,313 @@
+//! Every request that waits or runs, found by its id or by its slot.
+//!
+//! Pages of slots, so that growing copies nothing and a crowd costs what it holds; and an index of slots by id with open addressing. A standard map of the
+//! ids would cost three times as much, and its random state would make iteration differ from run to run.
+
+use super::event::{ModelId, Prefix, Request, RequestId, TenantId, Tokens};
+use super::queue::Place;
+use super::restrictions::RestrictionId;
+use super::score::{RankerVersion, Score, Scored, Weight};
+use super::time::Time;
+
+/// How many slots a place can name.
+pub(super) const MAX_REQUESTS: usize = 1 << Place::SLOT_BITS;
+
+const PAGE: usize = 512;
+const NONE: u32 = u32::MAX;
+
+/// What is remembered of one request. Its fields are narrow because a hundred thousand of them wait on a bad day.
+#[derive(Debug)]
+#[expect(dead_code, reason = "read by the calibration and the prefix memory, which follow")]
+pub(super) struct Entry {
+    pub id: RequestId,
+    pub arrived: Time,
+    pub place: Place,
+    pub stage: Stage,
+    prefix_hash: u64,
+    /// 0 for no prefix.
+    prefix_tokens: Tokens,
+    weight: f32,
+    /// Expected work in capacity-seconds, as keyed.
+    pub work: f32,
+    pub prompt: Tokens,
+    /// Part of the prompt that its backend probably has in its prefix cache.
+    pub cached: Tokens,
+    max_output: Tokens,
+    pub attained: Tokens,
+    /// Expected output.
+    pub expected: Tokens,
+    /// Output that it will probably not exceed.
+    pub at_most: Tokens,
+    oracle: Tokens,
+    /// NaN for none.
+    score: f32,
+    version: RankerVersion,
+    pub model: ModelId,
+    tenant: u32,
+    pub bytes: u32,
+    /// Index of the backend in whose queue or window it is.
+    pub backend: u32,
+    pub unscored: bool,
+}
+
+/// Where in its life a request is.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Stage {
+    Waiting { phi: i64, expires: Time, restriction: RestrictionId },
+    Running { released: Time, produced: Tokens, remaining: Tokens },
+}
+
+#[expect(dead_code, reason = "called by the calibration and the prefix memory, which follow")]
+impl Entry {
+    /// A new request that is not in any queue yet.
+    pub fn new(request: &Request, place: Place) -> Self {
+        Entry {
+            id: request.id,
+            arrived: request.arrived,
+            place,
+            stage: Stage::Waiting { phi: 0, expires: request.expires, restriction: RestrictionId::NONE },
+            prefix_hash: request.prefix.map_or(0, |prefix| prefix.hash),
+            prefix_tokens: request.prefix.map_or(0, |prefix| prefix.tokens),
+            weight: request.weight.get() as f32,
+            work: 0.0,
+            prompt: request.prompt_tokens,
+            cached: 0,
+            max_output: request.max_output.unwrap_or(NONE),
+            attained: request.attained,
+            expected: 0,
+            at_most: 0,
+            oracle: request.oracle_output.unwrap_or(NONE),
+            score: request.score.map_or(f32::NAN, |scored| scored.score.get()),
+            version: request.score.map_or(RankerVersion(0), |scored| scored.version),
+            model: request.model,
+            tenant: request.tenant.map_or(NONE, |tenant| tenant.0),
+            bytes: request.bytes,
+            backend: NONE,
+            unscored: request.unscored,
+        }
+    }
+
+    pub fn prefix(&self) -> Option<Prefix> {
+        (self.prefix_tokens > 0).then_some(Prefix { hash: self.prefix_hash, tokens: self.prefix_tokens })
+    }
+
+    /// The weight, in single precision.
+    pub fn weight(&self) -> Weight {
+        // A weight so extreme that single precision turns it into 0 or infinity counts as 1.
+        Weight::new(f64::from(self.weight)).unwrap_or(Weight::ONE)
+    }
+
+    /// What the client allows.
+    pub fn max_output(&self) -> Option<Tokens> {
+        (self.max_output != NONE).then_some(self.max_output)
+    }
+
+    pub fn oracle_output(&self) -> Option<Tokens> {
+        (self.oracle != NONE).then_some(self.oracle)
+    }
+
+    pub fn score(&self) -> Option<Scored> {
+        Score::new(self.score).map(|score| Scored { score, version: self.version })
+    }
+
+    pub fn tenant(&self) -> Option<TenantId> {
+        (self.tenant != NONE).then_some(TenantId(self.tenant))
+    }
+
+    /// Prompt tokens that a backend has to compute.
+    pub fn uncached(&self) -> Tokens {
+        self.prompt.saturating_sub(self.cached)
+    }
+}
+
+/// All requests of one scheduler.
+#[derive(Debug, Default)]
+pub(super) struct Table {
+    pages: Vec<Vec<Option<Entry>>>,
+    free: Vec<u32>,
+    /// Slots by id: linear probing, a power of two long, at most three quarters full; [`NONE`] is an empty cell.
+    index: Vec<u32>,
+    len: usize,
+}
+
+impl Table {
+    /// The slot that the next [`Table::insert`] will use; `None` when every place is taken.
+    pub fn vacant(&self) -> Option<u32> {
+        match self.free.last() {
+            Some(&slot) => Some(slot),
+            None => (self.len < MAX_REQUESTS).then_some(self.len as u32),
+        }
+    }
+
+    /// Puts an entry into the slot its place names, which is the one [`Table::vacant`] told. Its id must be new.
+    pub fn insert(&mut self, entry: Entry) {
+        let slot = entry.place.slot();
+        debug_assert_eq!(self.vacant(), Some(slot));
+        if 4 * (self.len + 1) > 3 * self.index.len() {
+            self.grow_index();
+        }
+        let mut cell = self.home(entry.id);
+        while self.index[cell] != NONE {
+            cell = (cell + 1) & (self.index.len() - 1);
+        }
+        self.index[cell] = slot;
+        match self.free.pop() {
+            Some(_) => self.pages[slot as usize / PAGE][slot as usize % PAGE] = Some(entry),
+            None => {
+                if (slot as usize).is_multiple_of(PAGE) {
+                    self.pages.push(Vec::with_capacity(PAGE));
+                }
+                self.pages[slot as usize / PAGE].push(Some(entry));
+            }
+        }
+        self.len += 1;
+    }
+
+    pub fn slot_of(&self, id: RequestId) -> Option<u32> {
+        self.cell_of(id).map(|cell| self.index[cell])
+    }
+
+    /// The entry in a slot that is known to be taken.
+    pub fn get(&self, slot: u32) -> &Entry {
+        // Slots are only kept by whoever also removes them (queues, windows), so a vacant one is a bug of this module's callers.
+        self.pages[slot as usize / PAGE][slot as usize % PAGE].as_ref().unwrap_or_else(|| unreachable!("slot {slot} is vacant"))
+    }
+
+    /// As [`Table::get`], to change it.
+    pub fn get_mut(&mut self, slot: u32) -> &mut Entry {
+        self.pages[slot as usize / PAGE][slot as usize % PAGE].as_mut().unwrap_or_else(|| unreachable!("slot {slot} is vacant"))
+    }
+
+    /// Takes an entry out of a slot that is known to be taken.
+    pub fn remove(&mut self, slot: u32) -> Entry {
+        let id = self.get(slot).id;
+        if let Some(cell) = self.cell_of(id) {
+            self.vacate(cell);
+        }
+        self.len -= 1;
+        self.free.push(slot);
+        self.pages[slot as usize / PAGE][slot as usize % PAGE].take().unwrap_or_else(|| unreachable!("slot {slot} is vacant"))
+    }
+
+    /// Every entry, in the order of slots, to change it.
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = &mut Entry> {
+        self.pages.iter_mut().flatten().flatten()
+    }
+
+    /// Where the search for an id starts. Fibonacci hashing: ids are handed out in sequence by the dispatcher, never by a client.
+    fn home(&self, id: RequestId) -> usize {
+        (id.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - self.index.len().ilog2())) as usize
+    }
+
+    fn cell_of(&self, id: RequestId) -> Option<usize> {
+        if self.index.is_empty() {
+            return None;
+        }
+        let mut cell = self.home(id);
+        loop {
+            match self.index[cell] {
+                NONE => return None,
+                slot if self.get(slot).id == id => return Some(cell),
+                _ => cell = (cell + 1) & (self.index.len() - 1),
+            }
+        }
+    }
+
+    /// Empties a cell and moves back what was pushed past it, so that searches need no tombstones.
+    fn vacate(&mut self, mut hole: usize) {
+        let mask = self.index.len() - 1;
+        let mut cell = hole;
+        loop {
+            cell = (cell + 1) & mask;
+            let slot = self.index[cell];
+            if slot == NONE {
+                break;
+            }
+            let home = self.home(self.get(slot).id);
+            // Its search passes the hole unless it starts after it.
+            if (cell.wrapping_sub(home) & mask) >= (cell.wrapping_sub(hole) & mask) {
+                self.index[hole] = slot;
+                hole = cell;
+            }
+        }
+        self.index[hole] = NONE;
+    }
+
+    fn grow_index(&mut self) {
+        let len = (self.index.len() * 2).max(16);
+        self.index = vec![NONE; len];
+        for page in &self.pages {
+            for entry in page.iter().flatten() {
+                let mut cell = self.home(entry.id);
+                while self.index[cell] != NONE {
+                    cell = (cell + 1) & (len - 1);
+                }
+                self.index[cell] = entry.place.slot();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn request(id: u64) -> Request {
+        Request {
+            id: RequestId(id),
+            arrived: Time::ZERO,
+            model: ModelId(0),
+            score: None,
+            prompt_tokens: 1,
+            max_output: None,
+            attained: 0,
+            weight: Weight::ONE,
+            expires: Time::MAX,
+            bytes: 0,
+            unscored: false,
+            excluded: Vec::new(),
+            tenant: None,
+            prefix: None,
+            oracle_output: None,
+        }
+    }
+
+    #[test]
+    fn an_entry_is_two_cache_lines() {
+        assert_eq!(std::mem::size_of::<Option<Entry>>(), 128);
+    }
+
+    proptest! {
+        /// The table against a standard map, with few ids so that they meet, and multiples of a power of two so that they collide.
+        #[test]
+        fn finds_what_is_in_it_and_nothing_else(steps in prop::collection::vec((0u64..64, any::<bool>()), 1..400)) {
+            let mut table = Table::default();
+            let mut model = BTreeMap::new();
+            for (number, insert) in steps {
+                let id = (number << 58) | (number % 3);
+                match (insert, model.get(&id).copied()) {
+                    (true, None) => {
+                        let slot = table.vacant().unwrap();
+                        table.insert(Entry::new(&request(id), Place::new(0, slot)));
+                        model.insert(id, slot);
+                    }
+                    (false, Some(slot)) => {
+                        prop_assert_eq!(table.remove(slot).id, RequestId(id));
+                        model.remove(&id);
+                    }
+                    _ => {}
+                }
+                for number in 0..64 {
+                    let id = (number << 58) | (number % 3);
+                    prop_assert_eq!(table.slot_of(RequestId(id)), model.get(&id).copied());
+                }
+                prop_assert_eq!(table.len, model.len());
+                prop_assert_eq!(table.iter_mut().count(), model.len());
+            }
+        }
+    }
+}
