@@ -10,3 +10,5 @@ pub mod ranker;
 pub mod scheduler;
 #[cfg(feature = "gateway")]
 pub mod telemetry;
+#[cfg(feature = "gateway")]
+pub mod training;

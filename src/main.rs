@@ -4,6 +4,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use headway::engine::server as engine;
+use headway::training;
 
 #[derive(Parser)]
 #[command(name = "headway", version, about)]
@@ -16,12 +17,18 @@ struct Cli {
 enum Command {
     /// Run a simulated engine
     Engine(engine::Args),
+    Train(training::TrainArgs),
+    Evaluate(training::EvaluateArgs),
+    Score(training::ScoreArgs),
 }
 
 fn main() -> ExitCode {
     let cli = Cli::parse();
     let result: anyhow::Result<()> = match cli.command {
         Command::Engine(args) => on_runtime(async { Ok(engine::run(args).await?) }),
+        Command::Train(args) => training::train(&args),
+        Command::Evaluate(args) => training::evaluate(&args),
+        Command::Score(args) => training::score(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
