@@ -1,5 +1,46 @@
+//! Headway keeps short LLM requests from waiting behind long ones.
+//!
+//! A gateway in front of a fleet of OpenAI-compatible backends. Each prompt is scored once, each request gets a place in a backend's priority queue,
+//! and is released by its boosted arrival time. One pure scheduling core has two shells: the gateway drives it in real time, the simulator under
+//! virtual time.
+//!
+//! ```text
+//!            hyper on pingora's listeners                         one owner task per pool
+//!  client ──────▶ proxy ── text ──▶ ranker ── score ──▶ dispatcher ── events ──▶ scheduler
+//!    ▲              │                                       │ ◀──── actions ──────  (pure)
+//!    │              │ ◀───────────── permit ────────────────┘                        ▲
+//!    └── stream ──  └─ request ──▶ backend ◀─ probes ─ fleet ─ states, load ─────────┘
+//! ```
+//!
+//! # Modules in reading order
+//!
+//! | module | what it is about | never imports |
+//! |---|---|---|
+//! | [`scheduler`] | who waits, where, and who goes next | tokio, hyper, pingora, candle, serde, tracing, clocks, files |
+//! | [`dispatcher`] | the owner task of one pool; tickets and permits | proxy, ranker, config |
+//! | [`proxy`] | HTTP in, HTTP out; one request's story | |
+//! | [`ranker`] | prompt to score | proxy, dispatcher |
+//! | [`fleet`] | what is known of the backends | proxy, ranker |
+//! | [`config`] | files to one validated snapshot; the only place that knows YAML | pingora, candle |
+//! | [`gateway`] | the running whole: pools kept across reloads, one live value swapped | |
+//! | [`admin`] | what operators see and may do | |
+//! | [`telemetry`] | outcomes and stage timings to logs and metrics; nobody below knows it | |
+//! | [`engine`] | a model of a continuous-batching engine, and a server that runs it in real time | as `scheduler`, but for its server |
+//! | [`demo`] | the gateway, three simulated engines and a load in one process | |
+//! | [`training`] | lengths to ranker weights | proxy, dispatcher |
+//!
+//! `cargo check --no-default-features` builds the pure core alone, and a test reads every `use crate::` line against this table.
+//!
+//! # Three invariants
+//!
+//! 1. The scheduler performs no IO, reads no clock and cannot fail: time, events and a seed come in, actions go out.
+//! 2. One dispatcher task owns one pool's scheduler; everyone else sends it events. Every request has exactly one ending, settled on drop.
+//! 3. A request reads one snapshot from start to finish.
+
 #[cfg(feature = "gateway")]
 pub mod config;
+#[cfg(feature = "gateway")]
+pub mod dispatcher;
 pub mod engine;
 #[cfg(feature = "gateway")]
 pub mod fleet;
@@ -10,5 +51,3 @@ pub mod ranker;
 pub mod scheduler;
 #[cfg(feature = "gateway")]
 pub mod telemetry;
-#[cfg(feature = "gateway")]
-pub mod training;

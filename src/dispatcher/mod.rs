@@ -1,0 +1,344 @@
+//! The owner task of one pool. It waits in [`Owner::next`], changes the scheduler in [`Owner::apply`] and acts in [`Owner::perform`]; everyone else
+//! holds a [`Dispatcher`], a [`Ticket`] or a [`Permit`] and sends it messages.
+//!
+//! The channel has no bound of its own and needs none: apart from the fleet's reports, every message belongs to a ticket or a permit, each of which sends
+//! at most a few dozen in its life (progress is told at geometric levels only), and the number of tickets is bounded by the connections of the edge.
+
+mod permit;
+#[cfg(test)]
+mod tests;
+mod ticket;
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+
+pub use permit::Permit;
+pub use ticket::{Rejection, Ticket};
+
+use crate::scheduler::{
+    Action, BackendId, BackendState, Event, Facts, Limits, Load, ModelId, Policy, PoolView, Reason, Request, RequestId, Scheduler, Scored, Time,
+    Tokens, Weight,
+};
+
+/// What a pool's scheduler starts with.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What to order by.
+    pub policy: Policy,
+    /// How much may wait.
+    pub limits: Limits,
+    /// Decides ties of placement; the same seed and events give the same actions.
+    pub seed: u64,
+}
+
+/// A request as the edge describes it; see [`Request`] for the fields.
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    /// When the client's request arrived, by [`Dispatcher::now`]; kept when it is sent again.
+    pub arrived: Time,
+    /// Whose lengths to expect.
+    pub model: ModelId,
+    /// The ranker's opinion; `None` is neutral.
+    pub score: Option<Scored>,
+    /// Estimated prompt tokens.
+    pub prompt_tokens: Tokens,
+    /// The client's limit on output tokens.
+    pub max_output: Option<Tokens>,
+    /// Output already produced for this piece of work.
+    pub attained: Tokens,
+    /// Share relative to others.
+    pub weight: Weight,
+    /// When waiting becomes pointless.
+    pub expires: Time,
+    /// Bytes of the body that waits with it.
+    pub bytes: u32,
+    /// Produces no decode work.
+    pub unscored: bool,
+    /// Backends already tried.
+    pub excluded: Vec<BackendId>,
+}
+
+/// A handle to one pool's owner task; cheap to clone. The task ends when the last handle, ticket and permit are gone.
+#[derive(Clone)]
+pub struct Dispatcher {
+    messages: mpsc::UnboundedSender<Message>,
+    ids: Arc<AtomicU64>,
+    start: Instant,
+}
+
+/// What the owner task is told.
+enum Message {
+    Enqueue(Box<Request>, oneshot::Sender<Result<Permit, Rejection>>),
+    Happened(Event),
+    View(oneshot::Sender<PoolView>),
+    Drain { deadline: Instant, done: oneshot::Sender<Drained> },
+}
+
+/// How a drain ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drained {
+    /// Requests that were turned away because they still waited at the deadline.
+    pub turned_away: usize,
+    /// Requests that were still running at the deadline.
+    pub running: usize,
+}
+
+impl Dispatcher {
+    /// Starts the owner task of a pool without backends. Needs a tokio runtime.
+    pub fn spawn(settings: Settings) -> Dispatcher {
+        let (messages, inbox) = mpsc::unbounded_channel();
+        let start = Instant::now();
+        let owner = Owner {
+            scheduler: Scheduler::new(settings.policy, settings.limits, settings.seed),
+            inbox,
+            messages: messages.downgrade(),
+            start,
+            waiting: HashMap::new(),
+            running: 0,
+            draining: None,
+            actions: Vec::new(),
+        };
+        tokio::spawn(owner.run());
+        Dispatcher { messages, ids: Arc::new(AtomicU64::new(0)), start }
+    }
+
+    /// The pool's time now.
+    pub fn now(&self) -> Time {
+        time_since(self.start)
+    }
+
+    /// Asks for a slot. The answer comes through the ticket; dropping the ticket leaves the queue.
+    pub fn enqueue(&self, arrival: Arrival) -> Ticket {
+        // Relaxed is enough: the id only has to be unique, the channel orders everything else.
+        let id = RequestId(self.ids.fetch_add(1, Ordering::Relaxed));
+        let request = Request {
+            id,
+            arrived: arrival.arrived,
+            model: arrival.model,
+            score: arrival.score,
+            prompt_tokens: arrival.prompt_tokens,
+            max_output: arrival.max_output,
+            attained: arrival.attained,
+            weight: arrival.weight,
+            expires: arrival.expires,
+            bytes: arrival.bytes,
+            unscored: arrival.unscored,
+            excluded: arrival.excluded,
+            tenant: None,
+            prefix: None,
+            oracle_output: None,
+        };
+        let (grant, answer) = oneshot::channel();
+        self.send(Message::Enqueue(Box::new(request), grant));
+        Ticket::new(id, answer, self.messages.clone())
+    }
+
+    /// A backend joined or its state changed.
+    pub fn backend_changed(&self, backend: BackendId, state: BackendState) {
+        self.send(Message::Happened(Event::BackendChanged(backend, state)));
+    }
+
+    /// The backend's own numbers; unknown where they are too old.
+    pub fn load_reported(&self, backend: BackendId, load: Load) {
+        self.send(Message::Happened(Event::LoadReported(backend, load)));
+    }
+
+    /// Another policy applies from now on.
+    pub fn policy_changed(&self, policy: Policy) {
+        self.send(Message::Happened(Event::PolicyChanged(policy)));
+    }
+
+    /// Other limits apply from now on.
+    pub fn limits_changed(&self, limits: Limits) {
+        self.send(Message::Happened(Event::LimitsChanged(limits)));
+    }
+
+    /// What the pool looks like now; `None` once its task has ended.
+    pub async fn view(&self) -> Option<PoolView> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::View(reply));
+        answer.await.ok()
+    }
+
+    /// Accepts nothing more, lets everything that waits and runs finish until `within` has passed, then turns away what still waits.
+    /// What still runs then is the caller's to cut.
+    pub async fn drain(&self, within: Duration) -> Drained {
+        let (done, answer) = oneshot::channel();
+        self.send(Message::Drain { deadline: Instant::now() + within, done });
+        // No answer: the task has ended with its runtime, and nothing waits or runs.
+        answer.await.unwrap_or(Drained { turned_away: 0, running: 0 })
+    }
+
+    /// A failed send means that the task has ended with its runtime; tickets then answer with [`Reason::Draining`] by themselves.
+    fn send(&self, message: Message) {
+        let _ = self.messages.send(message);
+    }
+}
+
+fn time_since(start: Instant) -> Time {
+    Time::from_micros(u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX))
+}
+
+/// A drain in progress.
+struct Draining {
+    deadline: Instant,
+    turned_away: usize,
+    /// Taken when the drain is over.
+    done: Option<oneshot::Sender<Drained>>,
+}
+
+/// The task that owns one pool's scheduler.
+struct Owner {
+    scheduler: Scheduler,
+    inbox: mpsc::UnboundedReceiver<Message>,
+    /// For the permits made here. Weak, so that the owner does not keep itself alive.
+    messages: mpsc::WeakUnboundedSender<Message>,
+    start: Instant,
+    /// Where to send the answer of each waiting request.
+    waiting: HashMap<RequestId, oneshot::Sender<Result<Permit, Rejection>>>,
+    /// Permits that have not come back.
+    running: usize,
+    draining: Option<Draining>,
+    /// Scratch space for the scheduler's answers.
+    actions: Vec<Action>,
+}
+
+/// Why the owner woke up.
+enum Woken {
+    Told(Message),
+    Deadline,
+    DrainDeadline,
+    Abandoned,
+}
+
+impl Owner {
+    async fn run(mut self) {
+        loop {
+            match self.next().await {
+                Woken::Told(message) => self.apply(message),
+                Woken::Deadline => self.handle(Event::Tick),
+                Woken::DrainDeadline => self.end_drain(),
+                Woken::Abandoned => return,
+            }
+            self.settle_drain();
+        }
+    }
+
+    /// Waits: nothing changes here.
+    async fn next(&mut self) -> Woken {
+        let deadline = self.scheduler.next_deadline().map(|time| self.start + Duration::from_micros(time.as_micros()));
+        let drain_deadline = self.draining.as_ref().filter(|draining| draining.done.is_some()).map(|draining| draining.deadline);
+        tokio::select! {
+            // Messages first: an event that has happened is known before time is said to have passed.
+            biased;
+            message = self.inbox.recv() => message.map_or(Woken::Abandoned, Woken::Told),
+            () = sleep_until(deadline) => Woken::Deadline,
+            () = sleep_until(drain_deadline) => Woken::DrainDeadline,
+        }
+    }
+
+    /// Changes: the scheduler hears what happened.
+    fn apply(&mut self, message: Message) {
+        match message {
+            Message::Enqueue(request, grant) => {
+                self.waiting.insert(request.id, grant);
+                self.handle(Event::Arrived(*request));
+            }
+            Message::Happened(event) => {
+                match event {
+                    Event::Cancelled(id) => drop(self.waiting.remove(&id)),
+                    // Every permit sends this exactly once.
+                    Event::Finished(..) => self.running -= 1,
+                    _ => {}
+                }
+                self.handle(event);
+            }
+            // A reader that has stopped waiting for the answer is no concern of the pool.
+            Message::View(reply) => drop(reply.send(self.scheduler.view())),
+            Message::Drain { deadline, done } => {
+                self.draining = Some(Draining { deadline, turned_away: 0, done: Some(done) });
+                self.handle(Event::DrainStarted);
+            }
+        }
+    }
+
+    fn handle(&mut self, event: Event) {
+        let mut actions = std::mem::take(&mut self.actions);
+        self.scheduler.handle(time_since(self.start), event, &mut actions);
+        for action in actions.drain(..) {
+            self.perform(action);
+        }
+        self.actions = actions;
+    }
+
+    fn perform(&mut self, action: Action) {
+        match action {
+            Action::Release { request, backend, facts } => self.release(request, backend, facts),
+            Action::Reject { request, reason, retry_after } => self.reject(request, Rejection { reason, retry_after }),
+        }
+    }
+
+    /// Hands out a permit. When the ticket has gone in the meantime, the permit comes back in the failed send and settles on drop.
+    fn release(&mut self, request: RequestId, backend: BackendId, facts: Facts) {
+        let Some(messages) = self.messages.upgrade() else {
+            // No handle, ticket or permit is left: nobody to run for, and the next wait ends this task.
+            return;
+        };
+        self.running += 1;
+        let permit = Permit::new(request, backend, facts, messages);
+        match self.waiting.remove(&request) {
+            Some(grant) => drop(grant.send(Ok(permit))),
+            None => drop(permit),
+        }
+    }
+
+    fn reject(&mut self, request: RequestId, rejection: Rejection) {
+        if let Some(grant) = self.waiting.remove(&request) {
+            // A client that left at the same moment needs no answer.
+            drop(grant.send(Err(rejection)));
+        }
+    }
+
+    /// The drain deadline has passed: whatever still waits is turned away.
+    fn end_drain(&mut self) {
+        let mut left: Vec<RequestId> = self.waiting.keys().copied().collect();
+        left.sort_unstable();
+        if let Some(draining) = &mut self.draining {
+            draining.turned_away = left.len();
+        }
+        for request in left {
+            self.reject(request, Rejection { reason: Reason::Draining, retry_after: 1 });
+            self.handle(Event::Cancelled(request));
+        }
+    }
+
+    /// Reports a drain that is over: nothing is left, or its deadline has passed.
+    fn settle_drain(&mut self) {
+        let Some(draining) = &mut self.draining else { return };
+        let idle = self.waiting.is_empty() && self.running == 0;
+        if (idle || Instant::now() >= draining.deadline)
+            && let Some(done) = draining.done.take()
+        {
+            // Whoever started the drain may have stopped waiting for its end.
+            let _ = done.send(Drained { turned_away: draining.turned_away, running: self.running });
+        }
+    }
+}
+
+async fn sleep_until(deadline: Option<Instant>) {
+    match deadline {
+        Some(deadline) => tokio::time::sleep_until(deadline).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// Tells the owner what happened to a ticket or a permit, from wherever that is dropped.
+fn tell(messages: &mpsc::UnboundedSender<Message>, event: Event) {
+    // The owner is gone only when its runtime is: nothing is left to settle then.
+    let _ = messages.send(Message::Happened(event));
+}
