@@ -51,3 +51,5 @@ pub mod ranker;
 pub mod scheduler;
 #[cfg(feature = "gateway")]
 pub mod telemetry;
+#[cfg(feature = "gateway")]
+pub mod training;

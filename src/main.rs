@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use headway::engine::server as engine;
+use headway::training;
 
 #[derive(Parser)]
 #[command(name = "headway", version, about)]
@@ -22,12 +23,18 @@ enum Command {
     },
     /// Run a simulated engine
     Engine(engine::Args),
+    Train(training::TrainArgs),
+    Evaluate(training::EvaluateArgs),
+    Score(training::ScoreArgs),
 }
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Check { file } => check(&file),
         Command::Engine(args) => on_runtime(async { Ok(engine::run(args).await?) }),
+        Command::Train(args) => training::train(&args),
+        Command::Evaluate(args) => training::evaluate(&args),
+        Command::Score(args) => training::score(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

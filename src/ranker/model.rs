@@ -166,16 +166,17 @@ impl SelfAttention {
         Ok(SelfAttention { query: part("query")?, key: part("key")?, value: part("value")?, heads: config.num_attention_heads })
     }
 
-    fn forward(&self, x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
-        let (batch, length, hidden) = x.dims3()?;
-        let split = |x: Tensor| x.reshape((batch, length, self.heads, hidden / self.heads))?.transpose(1, 2)?.contiguous();
-        let (query, key, value) = (split(self.query.forward(x)?)?, split(self.key.forward(x)?)?, split(self.value.forward(x)?)?);
-        let scale = 1.0 / ((hidden / self.heads) as f64).sqrt();
-        let mut weights = (query.matmul(&key.t()?)? * scale)?;
+    /// What the places `of` see of all places `x`.
+    fn forward(&self, of: &Tensor, x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+        let (batch, _, hidden) = x.dims3()?;
+        let size = hidden / self.heads;
+        let split = |x: Tensor| x.reshape((batch, (), self.heads, size))?.transpose(1, 2)?.contiguous();
+        let (query, key, value) = (split(self.query.forward(of)?)?, split(self.key.forward(x)?)?, split(self.value.forward(x)?)?);
+        let mut weights = (query.matmul(&key.t()?)? * (1.0 / (size as f64).sqrt()))?;
         if let Some(mask) = mask {
             weights = weights.broadcast_add(mask)?;
         }
-        softmax(&weights)?.matmul(&value)?.transpose(1, 2)?.reshape((batch, length, hidden))
+        softmax(&weights)?.matmul(&value)?.transpose(1, 2)?.reshape((batch, (), hidden))
     }
 }
 
@@ -243,8 +244,9 @@ impl Layer {
         })
     }
 
-    fn forward(&self, x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
-        let x = self.attention.output.forward(&self.attention.self_.forward(x, mask)?, x)?;
+    /// The places `of` after this layer, given all places `x` before it.
+    fn forward(&self, of: &Tensor, x: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
+        let x = self.attention.output.forward(&self.attention.self_.forward(of, x, mask)?, of)?;
         self.output.forward(&self.intermediate.forward(&x)?, &x)
     }
 }
@@ -298,10 +300,13 @@ impl Model {
     pub fn forward(&self, batch: &[Pieces]) -> Result<Tensor> {
         let mut x = self.embed(batch)?;
         let mask = self.mask(batch)?;
-        for layer in &self.bert.encoder.layer {
-            x = layer.forward(&x, mask.as_ref())?;
+        let last = self.bert.encoder.layer.len() - 1;
+        for (index, layer) in self.bert.encoder.layer.iter().enumerate() {
+            // Of the last layer only [CLS] is read: there, most of the work can be left out.
+            let of = if index == last { x.narrow(1, 0, 1)?.contiguous()? } else { x.clone() };
+            x = layer.forward(&of, &x, mask.as_ref())?;
         }
-        self.head.forward(&x.narrow(1, 0, 1)?.squeeze(1)?)?.squeeze(1)
+        self.head.forward(&x.squeeze(1)?)?.squeeze(1)
     }
 
     fn embed(&self, batch: &[Pieces]) -> Result<Tensor> {

@@ -159,6 +159,10 @@ impl Package {
         self.model.forward(batch).and_then(|scores| scores.to_vec1()).map_err(|error| RankerError::Compute(error.to_string()))
     }
 
+    pub(crate) fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
     pub(crate) fn version(&self) -> RankerVersion {
         self.version
     }
@@ -176,6 +180,12 @@ impl batcher::Model for Package {
     fn scores(&self, batch: &[Pieces]) -> Result<Vec<f32>, RankerError> {
         self.score(batch)
     }
+}
+
+/// The reference model of these weights on the CPU.
+pub(crate) fn reference(safetensors: &[u8], config: &Config) -> Result<Model, RankerError> {
+    let vb = VarBuilder::from_tensors(tensors(safetensors)?, DType::F32, &candle_core::Device::Cpu);
+    Model::new(config, vb).map_err(|error| RankerError::Weights(error.to_string()))
 }
 
 /// Hex SHA-256.

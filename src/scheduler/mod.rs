@@ -234,7 +234,7 @@ impl Scheduler {
 
     fn backend_changed(&mut self, id: BackendId, state: BackendState, actions: &mut Vec<Action>) {
         match self.by_id.get(&id) {
-            None if state.standing == Standing::Gone => return,
+            None if state.standing == Standing::Gone => {}
             None => {
                 self.by_id.insert(id, self.backends.len());
                 self.backends.push(Backend::new(id, state));

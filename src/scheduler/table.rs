@@ -288,7 +288,7 @@ mod tests {
             let mut table = Table::default();
             let mut model = BTreeMap::new();
             for (number, insert) in steps {
-                let id = number << 58 | number % 3;
+                let id = (number << 58) | (number % 3);
                 match (insert, model.get(&id).copied()) {
                     (true, None) => {
                         let slot = table.vacant().unwrap();
@@ -302,7 +302,7 @@ mod tests {
                     _ => {}
                 }
                 for number in 0..64 {
-                    let id = number << 58 | number % 3;
+                    let id = (number << 58) | (number % 3);
                     prop_assert_eq!(table.slot_of(RequestId(id)), model.get(&id).copied());
                 }
                 prop_assert_eq!(table.len, model.len());

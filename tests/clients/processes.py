@@ -41,7 +41,7 @@ def wait_for(condition, what, within=PATIENCE):
 class Process:
     """A child process with its output in a file."""
 
-    def __init__(self, command, log, env=None):
+    def __init__(self, command, log):
         self.log = pathlib.Path(log)
         self.name = self.log.stem
         with open(self.log, "ab") as output:
@@ -50,7 +50,6 @@ class Process:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **(env or {})},
             )
 
     @property
@@ -140,14 +139,14 @@ class Gateway(Process):
     `pools` and the other sections are what the file says; JSON is YAML. A pool may be short: `pool("sim", engine)`.
     """
 
-    def __init__(self, folder, pools, *, policy="fcfs", name="gateway", scheme="http", ready=True, env=None, **sections):
+    def __init__(self, folder, pools, *, policy="fcfs", name="gateway", scheme="http", ready=True, arguments=(), **sections):
         self.folder = pathlib.Path(folder)
         self.file = self.folder / f"{name}.yaml"
         self.listen, self.admin_address = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
         self.url, self.admin = f"{scheme}://{self.listen}", f"http://{self.admin_address}"
         self.settings = {"listen": self.listen, "admin": self.admin_address, "policy": policy, **sections, "pools": pools}
         self.write()
-        super().__init__([BINARY, "serve", "--config", self.file], self.folder / f"{name}.log", env)
+        super().__init__([BINARY, "serve", "--config", self.file, *arguments], self.folder / f"{name}.log")
         if ready:
             self.until(lambda: answers(self.admin + "/readyz"), "the gateway is ready")
 
