@@ -45,6 +45,8 @@ pub mod engine;
 #[cfg(feature = "gateway")]
 pub mod fleet;
 #[cfg(feature = "gateway")]
+pub mod gateway;
+#[cfg(feature = "gateway")]
 pub mod proxy;
 #[cfg(feature = "gateway")]
 pub mod ranker;

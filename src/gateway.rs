@@ -1,0 +1,317 @@
+//! The running whole: the pools that a snapshot describes, kept across reloads where they stay, and swapped as one value that a request takes once.
+
+use std::collections::BTreeMap;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use arc_swap::ArcSwap;
+use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
+use tokio::sync::watch;
+
+use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
+use crate::dispatcher::{self, Dispatcher, Drained};
+use crate::fleet::{self, Backend, Listener, Siblings};
+use crate::proxy::upstream::Connections;
+use crate::ranker::{Ranker, RankerError};
+use crate::scheduler::{BackendId, BackendState, Load, ModelId};
+
+/// Names a pool keeps a calibration of its own for; later ones share one, so that clients cannot make it grow.
+const MAX_MODELS: usize = 1024;
+
+/// Everything a request may read: taken once, kept to its end.
+pub struct Live {
+    /// The configuration.
+    pub snapshot: Arc<Snapshot>,
+    /// The scoring stage.
+    pub ranker: Ranker,
+    /// The running pools, parallel to `snapshot.pools`.
+    pub pools: Vec<Arc<PoolRuntime>>,
+}
+
+/// Where a model name leads.
+pub struct Routed<'a> {
+    /// The pool's settings in this snapshot.
+    pub settings: &'a Arc<config::Pool>,
+    /// The pool.
+    pub pool: &'a Arc<PoolRuntime>,
+    /// The name the backends know the model by, where it differs from the client's.
+    pub upstream: Option<&'a str>,
+    /// The key of its calibration.
+    pub model: ModelId,
+}
+
+impl Live {
+    /// The pool that serves `model`, or `None` for a name that nobody here knows.
+    pub fn route(&self, model: &str) -> Option<Routed<'_>> {
+        if let Some(route) = self.snapshot.models.get(model) {
+            let upstream = route.upstream.as_deref();
+            return Some(self.routed(route.pool, upstream, upstream.unwrap_or(model)));
+        }
+        let index = self.pools.iter().zip(&self.snapshot.pools).position(|(pool, settings)| settings.models.is_empty() && pool.may_serve(model))?;
+        Some(self.routed(index, None, model))
+    }
+
+    fn routed<'a>(&'a self, index: usize, upstream: Option<&'a str>, name: &str) -> Routed<'a> {
+        let pool = &self.pools[index];
+        Routed { settings: &self.snapshot.pools[index], pool, upstream, model: pool.model_id(name) }
+    }
+
+    /// Every model name a client may ask for, sorted.
+    pub fn model_names(&self) -> Vec<String> {
+        let mut names: Vec<String> = self.snapshot.models.keys().cloned().collect();
+        for (pool, settings) in self.pools.iter().zip(&self.snapshot.pools) {
+            if settings.models.is_empty() {
+                names.extend(pool.learnt_models());
+            }
+        }
+        names.sort();
+        names.dedup();
+        names
+    }
+}
+
+/// One pool, alive across reloads as long as its name stays in the configuration.
+pub struct PoolRuntime {
+    /// The pool's owner task.
+    pub dispatcher: Dispatcher,
+    targets: ArcSwap<BTreeMap<BackendId, Arc<Target>>>,
+    models: ArcSwap<BTreeMap<String, ModelId>>,
+    /// `None`: the pool retries nothing.
+    retries: ArcSwap<Option<DefaultDirectRateLimiter>>,
+    next_backend: AtomicU32,
+    siblings: Siblings,
+}
+
+/// One backend and the connections to it.
+pub struct Target {
+    /// What is known of it.
+    pub backend: Arc<Backend>,
+    /// The edge's connections to it.
+    pub connections: Arc<Connections>,
+    /// Ends the probes with the last target of this backend.
+    watch: Arc<fleet::WatchGuard>,
+}
+
+impl Listener for Dispatcher {
+    fn backend_changed(&self, backend: BackendId, state: BackendState) {
+        Dispatcher::backend_changed(self, backend, state);
+    }
+
+    fn load_reported(&self, backend: BackendId, load: Load) {
+        Dispatcher::load_reported(self, backend, load);
+    }
+}
+
+impl PoolRuntime {
+    fn new(settings: &config::Pool, seed: u64) -> Self {
+        let dispatcher = Dispatcher::spawn(dispatcher::Settings { policy: settings.policy.policy.clone(), limits: settings.limits, seed });
+        PoolRuntime {
+            dispatcher,
+            targets: ArcSwap::default(),
+            models: ArcSwap::default(),
+            retries: ArcSwap::from_pointee(retry_limiter(settings.retry_budget)),
+            next_backend: AtomicU32::new(0),
+            siblings: Siblings::default(),
+        }
+    }
+
+    /// The backend that a permit names; `None` if it has left the pool since.
+    pub fn target(&self, id: BackendId) -> Option<Arc<Target>> {
+        self.targets.load().get(&id).cloned()
+    }
+
+    /// All backends, by id.
+    pub fn targets(&self) -> Vec<Arc<Target>> {
+        self.targets.load().values().cloned().collect()
+    }
+
+    /// Takes one retry from the pool's budget, if there is one left.
+    pub fn may_retry(&self) -> bool {
+        self.retries.load().as_ref().as_ref().is_some_and(|budget| budget.check().is_ok())
+    }
+
+    /// Model names that the backends of this pool reported.
+    pub fn learnt_models(&self) -> Vec<String> {
+        self.targets.load().values().flat_map(|target| target.backend.models().iter().cloned().collect::<Vec<_>>()).collect()
+    }
+
+    /// Whether a pool without configured models serves this one. Until a backend has told its models, every name is tried.
+    fn may_serve(&self, model: &str) -> bool {
+        let targets = self.targets.load();
+        let mut known = targets.values().map(|target| target.backend.models()).filter(|models| !models.is_empty()).peekable();
+        known.peek().is_none() || known.any(|models| models.iter().any(|name| name == model))
+    }
+
+    fn model_id(&self, name: &str) -> ModelId {
+        if let Some(id) = self.models.load().get(name) {
+            return *id;
+        }
+        self.models.rcu(|models| {
+            let mut models = BTreeMap::clone(models);
+            let next = ModelId(models.len() as u32 + 1);
+            if models.len() < MAX_MODELS {
+                models.entry(name.to_owned()).or_insert(next);
+            }
+            models
+        });
+        self.models.load().get(name).copied().unwrap_or(ModelId(0))
+    }
+
+    /// Makes the running pool match `settings`: backends that stay keep their queue, window and connections, those that go finish what runs there.
+    fn apply(&self, settings: &config::Pool) {
+        self.dispatcher.policy_changed(settings.policy.policy.clone());
+        self.dispatcher.limits_changed(settings.limits);
+        self.retries.store(Arc::new(retry_limiter(settings.retry_budget)));
+        let current = self.targets.load_full();
+        let mut left: Vec<&Arc<Target>> = current.values().collect();
+        let mut next = BTreeMap::new();
+        for wanted in &settings.backends {
+            let target = match left.iter().position(|target| target.backend.settings().url == wanted.url) {
+                Some(index) => stays(left.swap_remove(index), wanted),
+                None => self.joins(wanted),
+            };
+            next.insert(target.backend.id(), target);
+        }
+        self.targets.store(Arc::new(next));
+        for target in left {
+            target.backend.leave();
+        }
+    }
+
+    fn joins(&self, settings: &BackendSettings) -> Arc<Target> {
+        // Relaxed is enough: the id only has to be unique.
+        let id = BackendId(self.next_backend.fetch_add(1, Ordering::Relaxed));
+        let backend = Arc::new(Backend::new(id, settings.clone(), &self.siblings));
+        let watch = Arc::new(fleet::watch(Arc::clone(&backend), self.dispatcher.clone()));
+        Arc::new(Target { connections: Arc::new(Connections::new(&settings.url)), backend, watch })
+    }
+}
+
+/// A backend whose address is still configured: it keeps everything but its settings.
+fn stays(target: &Arc<Target>, settings: &BackendSettings) -> Arc<Target> {
+    if target.backend.settings() == settings {
+        return Arc::clone(target);
+    }
+    let backend = Arc::new(target.backend.reconfigured(settings.clone()));
+    Arc::new(Target { backend, connections: Arc::clone(&target.connections), watch: Arc::clone(&target.watch) })
+}
+
+fn retry_limiter(per_second: u32) -> Option<DefaultDirectRateLimiter> {
+    NonZeroU32::new(per_second).map(|budget| RateLimiter::direct(Quota::per_second(budget)))
+}
+
+/// Why a valid configuration was not applied; the running one stays.
+#[derive(Debug, thiserror::Error)]
+pub enum ApplyError {
+    /// The sockets are opened once, at start.
+    #[error("{field}: cannot change from {old} to {new} while running; restart, or start a new process with --upgrade")]
+    Restart {
+        /// The field of the configuration.
+        field: &'static str,
+        /// Its value now.
+        old: String,
+        /// Its value in the new configuration.
+        new: String,
+    },
+    /// The ranker that the configuration names does not load.
+    #[error("ranker: {0}")]
+    Ranker(#[from] RankerError),
+}
+
+/// The process: one live value, replaced whole, and whether it is draining.
+pub struct Gateway {
+    live: ArcSwap<Live>,
+    draining: watch::Sender<bool>,
+    /// One reload at a time.
+    reload: tokio::sync::Mutex<()>,
+}
+
+impl Gateway {
+    /// Starts the pools and the ranker of `snapshot`. Needs a tokio runtime; waits for no backend.
+    pub async fn start(snapshot: Snapshot) -> Result<Arc<Gateway>, ApplyError> {
+        let ranker = start_ranker(snapshot.ranker.clone()).await?;
+        let pools = snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64)).collect();
+        let live = Live { snapshot: Arc::new(snapshot), ranker, pools };
+        Ok(Arc::new(Gateway { live: ArcSwap::from_pointee(live), draining: watch::Sender::new(false), reload: tokio::sync::Mutex::new(()) }))
+    }
+
+    /// What a request takes when it begins.
+    pub fn live(&self) -> Arc<Live> {
+        self.live.load_full()
+    }
+
+    /// Makes the running gateway match `snapshot`, or changes nothing. Pools and backends that stay keep their queues, counters and connections;
+    /// those that go accept nothing more and finish what they have.
+    pub async fn apply(&self, snapshot: Snapshot) -> Result<(), ApplyError> {
+        let _one_at_a_time = self.reload.lock().await;
+        let live = self.live();
+        unchanged("listen", live.snapshot.listen, snapshot.listen)?;
+        unchanged("admin", live.snapshot.admin, snapshot.admin)?;
+        let ranker = if snapshot.ranker == live.snapshot.ranker { live.ranker.clone() } else { start_ranker(snapshot.ranker.clone()).await? };
+        let mut pools = Vec::with_capacity(snapshot.pools.len());
+        for (index, settings) in snapshot.pools.iter().enumerate() {
+            let running = live.snapshot.pools.iter().position(|pool| pool.name == settings.name).map(|index| Arc::clone(&live.pools[index]));
+            pools.push(match running {
+                Some(pool) => {
+                    pool.apply(settings);
+                    pool
+                }
+                None => started(settings, index as u64),
+            });
+        }
+        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, pools }));
+        Ok(())
+    }
+
+    /// From now on the gateway is not ready; what it has accepted still runs.
+    pub fn start_drain(&self) {
+        self.draining.send_replace(true);
+    }
+
+    /// Whether the gateway is on its way out.
+    pub fn draining(&self) -> bool {
+        *self.draining.borrow()
+    }
+
+    /// Becomes true when the drain starts.
+    pub fn drain_watch(&self) -> watch::Receiver<bool> {
+        self.draining.subscribe()
+    }
+
+    /// Waits until every pool is empty or `within` has passed; see [`Dispatcher::drain`].
+    pub async fn drain(&self, within: Duration) -> Drained {
+        let live = self.live();
+        let mut drains = tokio::task::JoinSet::new();
+        for pool in &live.pools {
+            let dispatcher = pool.dispatcher.clone();
+            drains.spawn(async move { dispatcher.drain(within).await });
+        }
+        drains.join_all().await.into_iter().fold(Drained { turned_away: 0, running: 0 }, |sum, pool| Drained {
+            turned_away: sum.turned_away + pool.turned_away,
+            running: sum.running + pool.running,
+        })
+    }
+}
+
+fn started(settings: &config::Pool, seed: u64) -> Arc<PoolRuntime> {
+    let pool = PoolRuntime::new(settings, seed);
+    pool.apply(settings);
+    Arc::new(pool)
+}
+
+fn unchanged(field: &'static str, old: std::net::SocketAddr, new: std::net::SocketAddr) -> Result<(), ApplyError> {
+    if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: old.to_string(), new: new.to_string() }) }
+}
+
+/// Loading reads and checks tens of megabytes: not on a runtime's worker.
+async fn start_ranker(settings: Option<RankerSettings>) -> Result<Ranker, RankerError> {
+    match settings {
+        None => Ok(Ranker::off()),
+        Some(settings) => match tokio::task::spawn_blocking(move || Ranker::start(settings)).await {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+        },
+    }
+}
