@@ -16,6 +16,7 @@ use crate::fleet::{self, Backend, Listener, Siblings};
 use crate::proxy::upstream::Connections;
 use crate::ranker::{Ranker, RankerError};
 use crate::scheduler::{BackendId, BackendState, Load, ModelId};
+use crate::telemetry::metrics::Metrics;
 
 /// Names a pool keeps a calibration of its own for; later ones share one, so that clients cannot make it grow.
 const MAX_MODELS: usize = 1024;
@@ -132,6 +133,11 @@ impl PoolRuntime {
         self.retries.load().as_ref().as_ref().is_some_and(|budget| budget.check().is_ok())
     }
 
+    /// The models asked for so far and the keys of their calibrations.
+    pub fn models(&self) -> Arc<BTreeMap<String, ModelId>> {
+        self.models.load_full()
+    }
+
     /// Model names that the backends of this pool reported.
     pub fn learnt_models(&self) -> Vec<String> {
         self.targets.load().values().flat_map(|target| target.backend.models().iter().cloned().collect::<Vec<_>>()).collect()
@@ -226,6 +232,8 @@ pub struct Gateway {
     draining: watch::Sender<bool>,
     /// One reload at a time.
     reload: tokio::sync::Mutex<()>,
+    /// Counts of requests, over all pools and reloads.
+    pub metrics: Metrics,
 }
 
 impl Gateway {
@@ -234,7 +242,12 @@ impl Gateway {
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
         let pools = snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64)).collect();
         let live = Live { snapshot: Arc::new(snapshot), ranker, pools };
-        Ok(Arc::new(Gateway { live: ArcSwap::from_pointee(live), draining: watch::Sender::new(false), reload: tokio::sync::Mutex::new(()) }))
+        Ok(Arc::new(Gateway {
+            live: ArcSwap::from_pointee(live),
+            draining: watch::Sender::new(false),
+            reload: tokio::sync::Mutex::new(()),
+            metrics: Metrics::default(),
+        }))
     }
 
     /// What a request takes when it begins.

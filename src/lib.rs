@@ -38,6 +38,8 @@
 //! 3. A request reads one snapshot from start to finish.
 
 #[cfg(feature = "gateway")]
+pub mod admin;
+#[cfg(feature = "gateway")]
 pub mod config;
 #[cfg(feature = "gateway")]
 pub mod dispatcher;

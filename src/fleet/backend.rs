@@ -222,6 +222,11 @@ impl Backend {
         self.tell(&mut state);
     }
 
+    /// The settings of the newest configuration, also for tasks that began under an older one.
+    pub(super) fn newest_settings(&self) -> BackendSettings {
+        self.state().settings.clone()
+    }
+
     /// How long to wait for the next probe, before jitter.
     pub(super) fn next_probe(&self) -> Duration {
         self.state().health.next_probe()

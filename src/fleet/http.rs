@@ -72,12 +72,17 @@ pub(super) struct Http {
 }
 
 impl Http {
-    pub(super) fn new(url: &BackendUrl, key: Option<&Secret>) -> Self {
-        let authorization = key.and_then(|key| HeaderValue::try_from(format!("Bearer {}", key.expose())).ok()).map(|mut value| {
+    pub(super) fn new(url: &BackendUrl) -> Self {
+        Http { url: url.clone(), authorization: None, connection: None }
+    }
+
+    /// Sends this key from now on.
+    pub(super) fn set_key(&mut self, key: Option<&Secret>) {
+        // A key that no header can carry does not pass the configuration's check.
+        self.authorization = key.and_then(|key| HeaderValue::try_from(format!("Bearer {}", key.expose())).ok());
+        if let Some(value) = &mut self.authorization {
             value.set_sensitive(true);
-            value
-        });
-        Http { url: url.clone(), authorization, connection: None }
+        }
     }
 
     /// GETs `path` under the backend's prefix. Connecting, waiting and reading together take at most `within`; a cancelled or failed request closes

@@ -37,8 +37,7 @@ fn interval(engine: Option<EngineKind>, absent: Option<EngineKind>, busy: bool) 
 
 /// Runs until it is aborted.
 pub(super) async fn run(backend: Arc<Backend>) {
-    let settings = backend.settings();
-    let mut http = Http::new(&settings.url, settings.api_key.as_ref());
+    let mut http = Http::new(&backend.settings().url);
     let mut jitter = Jitter::new();
     let mut absent: Option<EngineKind> = None;
     loop {
@@ -51,6 +50,7 @@ pub(super) async fn run(backend: Arc<Backend>) {
             continue;
         }
         absent = None;
+        http.set_key(backend.newest_settings().api_key.as_ref());
         match http.get(path, PATIENCE).await {
             Ok(answer) if answer.status == StatusCode::OK => {
                 let text = String::from_utf8_lossy(&answer.body);

@@ -22,8 +22,7 @@ const AT_MOST_EVERY: Duration = Duration::from_millis(50);
 
 /// Runs until it is aborted.
 pub(super) async fn run(backend: Arc<Backend>) {
-    let settings = backend.settings();
-    let mut http = Http::new(&settings.url, settings.api_key.as_ref());
+    let mut http = Http::new(&backend.settings().url);
     let mut jitter = Jitter::new();
     let mut identified_at: Option<Instant> = None;
     loop {
@@ -32,6 +31,8 @@ pub(super) async fn run(backend: Arc<Backend>) {
             () = sleep(wait) => {}
             () = backend.probe_wanted() => sleep(AT_MOST_EVERY).await,
         }
+        let settings = backend.newest_settings();
+        http.set_key(settings.api_key.as_ref());
         let path = backend.engine().map_or("/health", |engine| engine.health_path());
         let (probe, error) = judge(http.get(path, PATIENCE).await.map(|answer| answer.status));
         let new = backend.wants_identity();

@@ -269,7 +269,7 @@ async fn garbage_and_endless_answers_are_bounded() {
             });
         }
     });
-    let mut http = super::http::Http::new(&url.parse().unwrap(), None);
+    let mut http = super::http::Http::new(&url.parse().unwrap());
     let error = http.get("/metrics", Duration::from_secs(10)).await.unwrap_err();
     assert!(matches!(error, super::http::HttpError::TooLarge), "{error}");
 }
@@ -295,6 +295,15 @@ async fn other_settings_keep_the_standing() {
     let changed = watched.backend.reconfigured(BackendSettings { slots: Some(Slots::Fixed(2)), ..settings(&fake.url) });
     let state = watched.until(|state| state.slots == Slots::Fixed(2)).await;
     assert_eq!((state.standing, changed.engine(), changed.id()), (Standing::Healthy, Some(EngineKind::Vllm), BackendId(0)));
+    let keyed = watched.backend.reconfigured(BackendSettings { api_key: Some(Secret::new("sk-2".into())), ..settings(&fake.url) });
+    timeout(Duration::from_secs(10), async {
+        while fake.seen.lock().unwrap().last().is_none_or(|authorization| authorization.as_deref() != Some("Bearer sk-2")) {
+            tokio::task::yield_now().await;
+        }
+    })
+    .await
+    .unwrap();
+    assert!(keyed.known());
     // A request that began under the old settings reports to the same backend.
     watched.backend.observe(Observation::Answered);
     assert_eq!(changed.view().standing, Standing::Healthy);

@@ -1,0 +1,176 @@
+//! What operators see and may do, on an address of its own: health, metrics, the state of pools and configuration, reload, drain.
+//!
+//! It holds handles and asks them; nothing here is on the path of a request. Nobody is authenticated: the address must not be reachable by others, and
+//! pages in an operator's browser are turned away.
+
+mod metrics;
+#[cfg(test)]
+mod tests;
+mod view;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use axum::extract::{Path as PathOf, Request, State};
+use axum::http::header::{CONTENT_TYPE, HOST, ORIGIN};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
+use axum::middleware::{Next, from_fn};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use axum::{Json, Router};
+use serde_json::json;
+use tokio::net::TcpSocket;
+
+use crate::config::{ReloadError, Reloader};
+use crate::gateway::Gateway;
+use crate::scheduler::BackendId;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: u32 = 1024;
+
+/// Why the admin address is not served.
+#[derive(Debug, thiserror::Error)]
+pub enum AdminError {
+    #[error("the admin address {address}: {source}")]
+    Bind { address: SocketAddr, source: std::io::Error },
+    #[error("handling SIGHUP: {0}")]
+    Signal(#[source] std::io::Error),
+}
+
+/// What handlers share.
+#[derive(Clone)]
+struct Admin {
+    gateway: Arc<Gateway>,
+    reloader: Reloader,
+    /// The first look at the backends is over. Never becomes false again.
+    started: Arc<AtomicBool>,
+}
+
+/// Serves the admin address and reloads `file` from now on, until the runtime ends. Returns the address, whose port the system may have chosen.
+///
+/// # Errors
+/// The address is taken, or SIGHUP cannot be handled.
+pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>) -> Result<SocketAddr, AdminError> {
+    let snapshot = Arc::clone(&gateway.live().snapshot);
+    let address = snapshot.admin;
+    let listener = listen(address).map_err(|source| AdminError::Bind { address, source })?;
+    let bound = listener.local_addr().map_err(|source| AdminError::Bind { address, source })?;
+    let apply = {
+        let gateway = Arc::clone(&gateway);
+        move |snapshot| {
+            let gateway = Arc::clone(&gateway);
+            async move { gateway.apply(snapshot).await }
+        }
+    };
+    let reloader = Reloader::start(file.map(Path::to_owned), &snapshot, apply).map_err(AdminError::Signal)?;
+    let router = router(Admin { gateway, reloader, started: Arc::default() });
+    tracing::info!("operators: http://{bound}");
+    tokio::spawn(async move {
+        // It serves until the runtime ends; accept errors are retried inside.
+        _ = axum::serve(listener, router).await;
+    });
+    Ok(bound)
+}
+
+/// Two processes may listen at once, so that a new one can take over from one that drains.
+fn listen(address: SocketAddr) -> std::io::Result<tokio::net::TcpListener> {
+    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+    socket.set_reuseaddr(true)?;
+    socket.set_reuseport(true)?;
+    socket.bind(address)?;
+    socket.listen(BACKLOG)
+}
+
+fn router(admin: Admin) -> Router {
+    Router::new()
+        .route("/", get(index))
+        .route("/healthz", get(|| async { "ok\n" }))
+        .route("/readyz", get(ready))
+        .route("/metrics", get(show_metrics))
+        .route("/admin/pools", get(pools))
+        .route("/admin/config", get(configuration))
+        .route("/admin/reload", post(reload))
+        .route("/admin/backends/{pool}/{id}/drain", post(|admin, place| drain(admin, place, true)))
+        .route("/admin/backends/{pool}/{id}/undrain", post(|admin, place| drain(admin, place, false)))
+        .layer(from_fn(not_from_pages))
+        .with_state(admin)
+}
+
+async fn index() -> &'static str {
+    "headway\n\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/pools\nGET  /admin/config\nPOST /admin/reload\n\
+     POST /admin/backends/{pool}/{id}/drain\nPOST /admin/backends/{pool}/{id}/undrain\n"
+}
+
+/// A page of another site can make an operator's browser send a POST here. Browsers say so in `origin`; tools do not send it.
+async fn not_from_pages(request: Request, next: Next) -> Response {
+    if request.method() != Method::GET && foreign(request.headers()) {
+        return failure(StatusCode::FORBIDDEN, "foreign_origin", "pages of other sites may not change anything here".into());
+    }
+    next.run(request).await
+}
+
+fn foreign(headers: &HeaderMap) -> bool {
+    let bytes = |name| headers.get(name).map(HeaderValue::as_bytes);
+    bytes(ORIGIN).is_some_and(|origin| origin.strip_prefix(b"http://") != Some(bytes(HOST).unwrap_or_default()))
+}
+
+/// Ready: not on the way out, and every pool has had one look at a backend. Backends that are down do not count: the gateway answers for them.
+async fn ready(State(admin): State<Admin>) -> Response {
+    if admin.gateway.draining() {
+        return failure(StatusCode::SERVICE_UNAVAILABLE, "draining", "the gateway is stopping".into());
+    }
+    if !admin.started.load(Ordering::Relaxed) {
+        let looked = admin.gateway.live().pools.iter().all(|pool| pool.targets().iter().any(|target| target.backend.known()));
+        if !looked {
+            return failure(StatusCode::SERVICE_UNAVAILABLE, "starting", "no backend has been looked at yet".into());
+        }
+        admin.started.store(true, Ordering::Relaxed);
+    }
+    "ready\n".into_response()
+}
+
+async fn show_metrics(State(admin): State<Admin>) -> Response {
+    match metrics::page(&admin.gateway, &admin.reloader.status()).await {
+        Ok(page) => ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page).into_response(),
+        // Only a formatter of a label could fail, and none does.
+        Err(error) => failure(StatusCode::INTERNAL_SERVER_ERROR, "metrics", error.to_string()),
+    }
+}
+
+async fn pools(State(admin): State<Admin>) -> Response {
+    Json(json!({ "pools": view::pools(&admin.gateway).await })).into_response()
+}
+
+async fn configuration(State(admin): State<Admin>) -> Response {
+    Json(view::configuration(&admin.gateway, &admin.reloader.status())).into_response()
+}
+
+async fn reload(State(admin): State<Admin>) -> Response {
+    let result = admin.reloader.reload().await;
+    let status = match &result {
+        Ok(()) => StatusCode::OK,
+        Err(ReloadError::Invalid(_)) => StatusCode::UNPROCESSABLE_ENTITY,
+        Err(ReloadError::NoFile | ReloadError::Refused(_)) => StatusCode::CONFLICT,
+        Err(ReloadError::Stopping) => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    (status, Json(view::configuration(&admin.gateway, &admin.reloader.status()))).into_response()
+}
+
+async fn drain(State(admin): State<Admin>, PathOf((pool, id)): PathOf<(String, u32)>, drained: bool) -> Response {
+    let live = admin.gateway.live();
+    let Some(index) = live.snapshot.pools.iter().position(|settings| settings.name == pool) else {
+        let names: Vec<&str> = live.snapshot.pools.iter().map(|pool| pool.name.as_str()).collect();
+        return failure(StatusCode::NOT_FOUND, "unknown_pool", format!("there is no pool {pool:?}; there are: {}", names.join(", ")));
+    };
+    let Some(target) = live.pools[index].target(BackendId(id)) else {
+        return failure(StatusCode::NOT_FOUND, "unknown_backend", format!("the pool {pool:?} has no backend {id}; GET /admin/pools lists them"));
+    };
+    target.backend.set_drained(drained);
+    Json(view::backend(&target.backend.view())).into_response()
+}
+
+fn failure(status: StatusCode, code: &str, message: String) -> Response {
+    (status, Json(json!({ "error": { "code": code, "message": message } }))).into_response()
+}

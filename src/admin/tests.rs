@@ -1,0 +1,176 @@
+//! The admin address over real sockets, in front of a gateway whose only backend is not there.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde_json::Value;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use super::*;
+use crate::config;
+
+/// A gateway made from a file, and its admin address.
+struct Setup {
+    _dir: tempfile::TempDir,
+    file: PathBuf,
+    gateway: Arc<Gateway>,
+    address: SocketAddr,
+}
+
+/// Port 9 is the discard service, which nobody runs.
+const FILE: &str = "listen: 127.0.0.1:0\nadmin: 127.0.0.1:0\npools: [{ name: chat, models: [m], backends: [{ url: 'http://127.0.0.1:9' }] }]\n";
+
+async fn setup() -> Setup {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("headway.yaml");
+    fs::write(&file, FILE).unwrap();
+    let gateway = Gateway::start(config::load(&file).unwrap()).await.unwrap();
+    let address = start(Arc::clone(&gateway), Some(&file)).await.unwrap();
+    Setup { _dir: dir, file, gateway, address }
+}
+
+impl Setup {
+    async fn ask(&self, method: &str, path: &str, headers: &str) -> (u16, String) {
+        let mut stream = TcpStream::connect(self.address).await.unwrap();
+        let request = format!("{method} {path} HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n{headers}\r\n", self.address);
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        (head[9..12].parse().unwrap(), body.to_owned())
+    }
+
+    async fn get(&self, path: &str) -> (u16, String) {
+        self.ask("GET", path, "").await
+    }
+
+    async fn json(&self, method: &str, path: &str) -> (u16, Value) {
+        let (status, body) = self.ask(method, path, "").await;
+        (status, serde_json::from_str(&body).unwrap())
+    }
+
+    /// Asks until the answer fits.
+    async fn until(&self, path: &str, fits: impl Fn(u16, &str) -> bool) -> String {
+        let found = timeout(Duration::from_secs(10), async {
+            loop {
+                let (status, body) = self.get(path).await;
+                if fits(status, &body) {
+                    return body;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        });
+        found.await.unwrap()
+    }
+}
+
+#[tokio::test]
+async fn alive_then_ready_then_draining() {
+    let setup = setup().await;
+    assert_eq!(setup.get("/healthz").await, (200, "ok\n".into()));
+    setup.until("/readyz", |status, _| status == 200).await;
+    setup.gateway.start_drain();
+    let (status, body) = setup.json("GET", "/readyz").await;
+    assert_eq!((status, body["error"]["code"].as_str()), (503, Some("draining")));
+    assert_eq!(setup.get("/healthz").await.0, 200, "a gateway that drains is alive");
+}
+
+#[tokio::test]
+async fn pools_show_their_backends() {
+    let setup = setup().await;
+    let body = setup.until("/admin/pools", |_, body| body.contains("\"standing\":\"ejected\"")).await;
+    let body: Value = serde_json::from_str(&body).unwrap();
+    let pool = &body["pools"][0];
+    assert_eq!((pool["name"].as_str(), pool["policy"].as_str(), pool["mode"].as_str()), (Some("chat"), Some("headway"), Some("normal")));
+    assert_eq!(
+        (pool["waiting"].as_u64(), pool["in_flight"].as_u64(), pool["counters"]["rejected"]["queue_full"].as_u64()),
+        (Some(0), Some(0), Some(0))
+    );
+    let backend = &pool["backends"][0];
+    assert_eq!((backend["url"].as_str(), backend["engine"].as_str(), backend["in_flight"].as_u64()), (Some("http://127.0.0.1:9"), None, Some(0)));
+    assert!(backend["error"].as_str().unwrap().contains("cannot connect"), "{backend}");
+}
+
+#[tokio::test]
+async fn a_backend_is_drained_and_put_back() {
+    let setup = setup().await;
+    let (status, body) = setup.json("POST", "/admin/backends/chat/0/drain").await;
+    assert_eq!((status, body["standing"].as_str(), body["drained"].as_bool()), (200, Some("draining"), Some(true)));
+    let (status, body) = setup.json("POST", "/admin/backends/chat/0/undrain").await;
+    assert_eq!((status, body["drained"].as_bool()), (200, Some(false)));
+    assert_eq!(setup.json("POST", "/admin/backends/chat/7/drain").await.0, 404);
+    let (status, body) = setup.json("POST", "/admin/backends/chta/0/drain").await;
+    assert_eq!(status, 404);
+    assert!(body["error"]["message"].as_str().unwrap().contains("there are: chat"));
+    assert_eq!(setup.get("/admin/backends/chat/0/drain").await.0, 405);
+}
+
+#[tokio::test]
+async fn a_reload_is_taken_over_or_explained() {
+    let setup = setup().await;
+    let (_, before) = setup.json("GET", "/admin/config").await;
+    fs::write(&setup.file, FILE.replace("[m]", "[m, n]")).unwrap();
+    let (status, after) = setup.json("POST", "/admin/reload").await;
+    assert_eq!((status, &after["error"]), (200, &Value::Null));
+    assert_ne!(before["version"], after["version"]);
+    assert!(setup.gateway.live().snapshot.models.contains_key("n"));
+
+    fs::write(&setup.file, format!("{FILE}polcy: fcfs\n")).unwrap();
+    let (status, failed) = setup.json("POST", "/admin/reload").await;
+    assert_eq!((status, &failed["version"]), (422, &after["version"]));
+    let problem = &failed["error"]["problems"][0];
+    assert_eq!((problem["line"].as_u64(), problem["field"].as_str()), (Some(4), Some("polcy")));
+    assert!(problem["hint"].as_str().unwrap().starts_with("did you mean policy?"));
+    assert!(setup.gateway.live().snapshot.models.contains_key("n"), "the running configuration stays");
+
+    fs::write(&setup.file, FILE.replace("listen: 127.0.0.1:0", "listen: 127.0.0.1:1")).unwrap();
+    let (status, refused) = setup.json("POST", "/admin/reload").await;
+    assert_eq!(status, 409);
+    assert!(refused["error"]["message"].as_str().unwrap().contains("listen"), "{refused}");
+}
+
+#[tokio::test]
+async fn pages_of_other_sites_change_nothing() {
+    let setup = setup().await;
+    let foreign = "origin: http://evil.example\r\n";
+    assert_eq!(setup.ask("POST", "/admin/reload", foreign).await.0, 403);
+    assert_eq!(setup.ask("POST", "/admin/backends/chat/0/drain", "origin: null\r\n").await.0, 403);
+    assert_eq!(setup.ask("POST", "/admin/reload", &format!("origin: http://{}\r\n", setup.address)).await.0, 200);
+    assert_eq!(setup.ask("GET", "/admin/pools", foreign).await.0, 200);
+}
+
+#[tokio::test]
+async fn the_metrics_page_is_whole_and_well_formed() {
+    let setup = setup().await;
+    let page = setup.until("/metrics", |_, body| body.contains("standing=\"ejected\"} 1")).await;
+    for line in [
+        "headway_waiting{pool=\"chat\"} 0",
+        "headway_waiting_bytes{pool=\"chat\"} 0",
+        "headway_overload{pool=\"chat\"} 0",
+        "headway_queue_rejected_total{pool=\"chat\",reason=\"shed\"} 0",
+        "headway_backend_in_flight{pool=\"chat\",backend=\"http://127.0.0.1:9\"} 0",
+        "headway_config_reloads_total{result=\"failed\"} 0",
+    ] {
+        assert!(page.lines().any(|have| have == line), "{line} is not in\n{page}");
+    }
+    assert!(!page.contains("headway_engine_waiting{"), "what is unknown is absent");
+    assert!(page.ends_with("# EOF\n"));
+    let names: Vec<&str> = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")).collect();
+    let unique: BTreeSet<&str> = names.iter().copied().collect();
+    assert_eq!(names.len(), unique.len(), "a metric is described twice");
+}
+
+#[tokio::test]
+async fn an_address_that_is_not_ours_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("headway.yaml");
+    // An address of documentation (RFC 5737), which no machine has.
+    fs::write(&file, FILE.replace("admin: 127.0.0.1:0", "admin: 192.0.2.1:1")).unwrap();
+    let gateway = Gateway::start(config::load(&file).unwrap()).await.unwrap();
+    let error = start(gateway, Some(&file)).await.unwrap_err();
+    assert!(error.to_string().contains("192.0.2.1:1"), "{error}");
+}
