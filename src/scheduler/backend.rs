@@ -1,9 +1,14 @@
 //! One backend as the scheduler knows it.
 
 use super::event::{BackendId, BackendState, Load, Standing, Tokens};
+use super::prefixes::Prefixes;
 use super::queue::Queue;
-use super::speed::Speed;
+use super::speed::{Speed, SpeedLearner};
+use super::table::Entry;
 use super::window::Window;
+
+/// KV use, 0 to 1, from which on nothing is added to what runs: the engine would have to evict a running request to make room.
+const KV_FULL: f32 = 0.95;
 
 /// Tokens that wait for or occupy a backend, kept as sums so that a prediction needs no walk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -38,10 +43,16 @@ pub(super) struct Backend {
     pub queued: Backlog,
     /// What is left of what runs.
     pub running: Backlog,
+    /// Tokens that what runs will probably hold in its KV cache at most.
+    pub resident: u64,
+    pub learner: SpeedLearner,
+    /// The speed in use: learnt, or that of its siblings.
+    pub speed: Speed,
+    pub prefixes: Prefixes,
 }
 
 impl Backend {
-    pub fn new(id: BackendId, state: BackendState) -> Self {
+    pub fn new(id: BackendId, state: BackendState, speed: Speed) -> Self {
         let window = Window::new(state.slots);
         Backend {
             id,
@@ -52,6 +63,10 @@ impl Backend {
             in_flight: 0,
             queued: Backlog::default(),
             running: Backlog::default(),
+            resident: 0,
+            learner: SpeedLearner::default(),
+            speed,
+            prefixes: Prefixes::default(),
         }
     }
 
@@ -65,13 +80,25 @@ impl Backend {
         self.in_flight < self.limit()
     }
 
+    /// Whether the KV cache has room for a request beside what runs. An empty backend takes any: what is larger than the whole cache was refused before.
+    pub fn has_kv_for(&self, entry: &Entry) -> bool {
+        let fits = self.state.kv_tokens.is_none_or(|kv| self.resident + entry.resident() <= kv);
+        self.in_flight == 0 || fits && self.load.kv_used.is_none_or(|used| used < KV_FULL)
+    }
+
     /// Whether requests may wait for it.
     pub fn takes_requests(&self) -> bool {
         matches!(self.state.standing, Standing::Healthy | Standing::Probing)
     }
 
-    /// Predicted seconds until it has done all it has, at a given speed.
-    pub fn backlog(&self, speed: Speed) -> f64 {
-        speed.seconds(self.queued.prompt + self.running.prompt, self.queued.output + self.running.output)
+    /// Predicted seconds until it has done all it has.
+    pub fn backlog(&self) -> f64 {
+        self.speed.seconds(self.queued.prompt + self.running.prompt, self.queued.output + self.running.output)
+    }
+
+    /// Whether it has as much as it can use: then its throughput is its capacity.
+    pub fn is_saturated(&self) -> bool {
+        let full = self.in_flight >= self.limit() || self.load.waiting.is_some_and(|waiting| waiting > 0);
+        self.state.standing == Standing::Healthy && self.in_flight > 0 && full
     }
 }

@@ -1,7 +1,9 @@
 //! What a request is ordered by: its expected work and, from that, its key.
 
-use super::policy::{Gamma, Limits, MaxOvertake, Order, Policy};
-use super::score::{Boost, attained_level, micros};
+use super::event::Tokens;
+use super::gamma::BOUND;
+use super::policy::{Limits, MaxOvertake, Order, Policy};
+use super::score::{Boost, Scored, attained_level, micros};
 use super::speed::Speed;
 use super::table::Entry;
 
@@ -9,23 +11,44 @@ use super::table::Entry;
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Keying {
     pub order: Order,
-    /// In overload every order that boosts goes by work alone.
+    /// In overload, orders that boost go by work alone.
     pub overload: bool,
     pub speed: Speed,
     pub gamma: f64,
     /// B: how much later, in seconds, a request may arrive and still overtake.
     pub bound: f64,
     boost: Boost,
+    /// What stands in for a score that is missing or not comparable, where scores themselves are the order.
+    neutral: Option<Scored>,
+}
+
+/// The largest requests that a pool may get, in tokens: the least boost is theirs.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Largest {
+    pub prompt: Tokens,
+    pub output: Tokens,
+}
+
+impl Largest {
+    /// By the limits of a pool and the longest of its backends' contexts.
+    pub fn new(limits: &Limits, context: Option<Tokens>) -> Self {
+        // Most models read at least this much; it only matters where prompts alone are the order.
+        Largest { prompt: context.unwrap_or(32_768), output: limits.max_output }
+    }
 }
 
 impl Keying {
-    pub fn new(policy: &Policy, limits: &Limits, speed: Speed, gamma: f64, overload: bool) -> Self {
+    pub fn new(policy: &Policy, largest: Largest, speed: Speed, gamma: f64, overload: bool, neutral: Option<Scored>) -> Self {
         let bound = match policy.max_overtake() {
-            MaxOvertake::Auto => 4.0 / gamma,
+            MaxOvertake::Auto => BOUND / gamma,
             MaxOvertake::Within(within) => within.as_secs_f64(),
         };
-        let longest = speed.seconds(0, u64::from(limits.max_output)).max(shortest(speed));
-        Keying { order: policy.order(), overload, speed, gamma, bound, boost: Boost::new(gamma, bound, longest) }
+        let order = policy.order();
+        let longest = match order {
+            Order::Uniboost => speed.seconds(u64::from(largest.prompt), 0),
+            _ => speed.seconds(0, u64::from(largest.output)),
+        };
+        Keying { order, overload, speed, gamma, bound, boost: Boost::new(gamma, bound, longest.max(shortest(speed))), neutral }
     }
 
     /// Expected work in capacity-seconds.
@@ -44,10 +67,21 @@ impl Keying {
     pub fn phi(&self, entry: &Entry, work: f64) -> i64 {
         match self.order {
             Order::Fcfs => micros(entry.arrived),
-            Order::Pars => entry.score().map_or(0, |scored| (f64::from(scored.score.get()) * 1e6) as i64),
+            Order::Pars => {
+                let comparable = entry.score().filter(|scored| self.neutral.is_none_or(|neutral| neutral.version == scored.version));
+                comparable.or(self.neutral).map_or(0, |scored| scored.score.ordinal())
+            }
             Order::OracleSjf => by_work(work, entry),
             Order::Uniboost | Order::Headway | Order::OracleBoost if self.overload => by_work(work, entry),
             Order::Uniboost | Order::Headway | Order::OracleBoost => self.boost.boosted_arrival(entry.arrived, work, entry.weight()),
+        }
+    }
+
+    /// A key as a time in microseconds, for engines that merge several gateways' orders; the arrival where keys are no times.
+    pub fn boosted_arrival(&self, entry: &Entry, phi: i64) -> i64 {
+        match self.order {
+            Order::Uniboost | Order::Headway | Order::OracleBoost if !self.overload => phi,
+            _ => micros(entry.arrived),
         }
     }
 }
@@ -62,14 +96,48 @@ fn shortest(speed: Speed) -> f64 {
     speed.seconds(1, 1)
 }
 
-/// Gamma before anything was seen.
-pub(super) fn initial_gamma(policy: &Policy, mean_work: f64) -> f64 {
-    let gamma = match policy.gamma() {
-        Gamma::Fixed(gamma) => gamma,
-        Gamma::Adaptive | Gamma::Target(_) => 0.1 / mean_work,
-    };
-    match policy.max_overtake() {
-        MaxOvertake::Auto => gamma,
-        MaxOvertake::Within(within) => gamma.max(4.0 / within.as_secs_f64()),
+/// What requests are like on average, in tokens, so that mean work follows the speed without waiting for new requests.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Mix {
+    prompts: Mean,
+    outputs: Mean,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Mean {
+    seen: f64,
+    mean: f64,
+}
+
+impl Mean {
+    fn add(&mut self, value: Tokens) {
+        self.seen = (self.seen + 1.0).min(2000.0);
+        self.mean += (f64::from(value) - self.mean) / self.seen;
+    }
+}
+
+impl Default for Mix {
+    /// What is assumed before anything was seen; worth ten requests.
+    fn default() -> Self {
+        let assumed = Mean { seen: 10.0, mean: 256.0 };
+        Mix { prompts: assumed, outputs: assumed }
+    }
+}
+
+impl Mix {
+    /// A request arrived with this many prompt tokens to compute.
+    pub fn arrived(&mut self, prompt: Tokens) {
+        self.prompts.add(prompt);
+    }
+
+    /// A request ended after this many output tokens.
+    pub fn ended(&mut self, output: Tokens) {
+        self.outputs.add(output);
+    }
+
+    /// Mean work as an order counts it, in capacity-seconds.
+    pub fn work(&self, order: Order, speed: Speed) -> f64 {
+        let outputs = if order == Order::Uniboost { 0.0 } else { self.outputs.mean };
+        (speed.prompt * self.prompts.mean + speed.output * outputs).max(shortest(speed))
     }
 }

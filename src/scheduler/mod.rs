@@ -1,62 +1,100 @@
 //! Who waits, where, and who goes next. Told, not asking: no IO, no clock, no async, and it cannot fail (it can refuse).
 //!
-//! [`Event`]s go in with the time at which they happened, [`Action`]s come out of the same call. Reading order: [`event`] (the whole interface),
-//! `score` and `keys` (what a request is ordered by), `queue` (the order), `placement` and `release` (where and when it goes).
+//! [`Event`]s go in with the time at which they happened, [`Action`]s come out of the same call.
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
-mod backend;
+// The interface.
 mod event;
-mod keys;
 mod outcome;
-mod placement;
 mod policy;
-mod queue;
-mod release;
-mod restrictions;
-mod rng;
 mod score;
-mod speed;
-mod table;
 mod time;
 mod view;
+
+// One request's way, in order.
+mod arrivals;
+mod keys;
+mod placement;
+mod queue;
+mod release;
+mod running;
+
+// What decides about it.
+mod backend;
+mod calibration;
+mod chores;
+mod gamma;
+mod membership;
+mod overload;
+mod speed;
+mod tenants;
 mod window;
+
+// Parts of those.
+mod climb;
+mod concordance;
+mod curve;
+mod prefixes;
+mod restrictions;
+mod rng;
+mod table;
+
+pub mod invariants;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub use calibration::{Learnt, Sample};
 pub use event::*;
 pub use outcome::{Ending, Reason};
 pub use policy::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
 pub use score::{Boost, LEVEL, RankerVersion, Score, Scored, Weight, attained_level, boost};
 pub use speed::Speed;
 pub use time::Time;
-pub use view::{BackendView, Counters, Mode, ModelView, PoolView};
+pub use view::{BackendView, Counters, Explanation, Mode, ModelView, PoolView, TenantView};
 
 use backend::Backend;
-use keys::Keying;
-use placement::Demand;
-use queue::{Aging, Item, Key, Place};
+use calibration::Calibration;
+use gamma::GammaAda;
+use keys::{Keying, Largest, Mix};
+use overload::{Overload, WaitingWork};
+use queue::{Aging, Place};
 use restrictions::Restrictions;
 use rng::Rng;
-use table::{Entry, Stage, Table};
+use table::Table;
 
 /// The scheduler of one pool.
 #[derive(Debug)]
 pub struct Scheduler {
     policy: Policy,
     limits: Limits,
+    draining: bool,
     /// When the last event happened.
     now: Time,
-    draining: bool,
+    next_look: Time,
+    next_learning: Time,
+
+    /// Every request that waits or runs.
     table: Table,
-    backends: Vec<Backend>,
-    by_id: BTreeMap<BackendId, usize>,
-    restrictions: Restrictions,
+    /// Slots of those that run.
+    running: BTreeSet<u32>,
     /// Everything that waits, by when it expires.
     expiries: BTreeSet<(Time, Place)>,
     waiting_bytes: u64,
+    waiting_work: WaitingWork,
+    /// How many were ever put into a queue.
     sequence: u64,
+    restrictions: Restrictions,
+
+    backends: Vec<Backend>,
+    by_id: BTreeMap<BackendId, usize>,
+
     keying: Keying,
     aging: Aging,
+    overload: Overload,
+    gamma: GammaAda,
+    mix: Mix,
+    calibration: Calibration,
+
     rng: Rng,
     counters: Counters,
 }
@@ -64,20 +102,28 @@ pub struct Scheduler {
 impl Scheduler {
     /// A pool without backends. The same seed and the same events give the same actions.
     pub fn new(policy: Policy, limits: Limits, seed: u64) -> Self {
-        let speed = Speed::ASSUMED;
-        let gamma = keys::initial_gamma(&policy, speed.seconds(0, 256));
+        let (gamma, mix, speed) = (GammaAda::default(), Mix::default(), Speed::ASSUMED);
+        let rate = gamma.gamma(&policy, mix.work(policy.order(), speed));
         Scheduler {
-            now: Time::ZERO,
             draining: false,
+            now: Time::ZERO,
+            next_look: Time::ZERO,
+            next_learning: Time::ZERO,
             table: Table::default(),
-            backends: Vec::new(),
-            by_id: BTreeMap::new(),
-            restrictions: Restrictions::new(),
+            running: BTreeSet::new(),
             expiries: BTreeSet::new(),
             waiting_bytes: 0,
+            waiting_work: WaitingWork::default(),
             sequence: 0,
-            keying: Keying::new(&policy, &limits, speed, gamma, false),
+            restrictions: Restrictions::new(),
+            backends: Vec::new(),
+            by_id: BTreeMap::new(),
+            keying: Keying::new(&policy, Largest::new(&limits, None), speed, rate, false, None),
             aging: Aging::new(policy.aging_threshold(), policy.aging_share()),
+            overload: Overload::default(),
+            gamma,
+            mix,
+            calibration: Calibration::default(),
             rng: Rng::new(seed),
             counters: Counters::default(),
             policy,
@@ -87,12 +133,15 @@ impl Scheduler {
 
     /// Tells what happened at `now` and appends what to do about it. Time never runs backwards: an earlier `now` counts as the latest one seen.
     pub fn handle(&mut self, now: Time, event: Event, actions: &mut Vec<Action>) {
+        let before = actions.len();
         self.now = self.now.max(now);
         self.expire(actions);
+        let due = self.chores();
+        let progress = matches!(event, Event::Progress(..));
         match event {
-            Event::Arrived(request) => self.arrived(request, actions),
+            Event::Arrived(request) => self.arrived(&request, actions),
             Event::Cancelled(id) => self.cancelled(id),
-            Event::Progress(id, output) => return self.progress(id, output),
+            Event::Progress(id, output) => self.progress(id, output),
             Event::Finished(id, ending) => self.finished(id, ending),
             Event::BackendChanged(id, state) => self.backend_changed(id, state, actions),
             Event::LoadReported(id, load) => self.load_reported(id, load),
@@ -101,296 +150,34 @@ impl Scheduler {
             Event::DrainStarted => self.draining = true,
             Event::Tick => {}
         }
-        self.settle(actions);
+        // Progress makes no room, and it is by far the most frequent event.
+        if due || !progress {
+            self.settle(actions);
+        }
+        debug_assert_eq!(invariants::conservation(self), Ok(()));
+        debug_assert_eq!(invariants::windows(self, &actions[before..]), Ok(()));
     }
 
     /// When to call [`Scheduler::handle`] with [`Event::Tick`] if nothing happens before.
     pub fn next_deadline(&self) -> Option<Time> {
-        self.expiries.first().map(|(expires, _)| *expires)
+        let (expires, _) = self.expiries.first()?;
+        Some(self.next_look.min(*expires))
     }
 
-    /// The pool as it is now.
-    pub fn view(&self) -> PoolView {
-        PoolView {
-            order: self.policy.order(),
-            mode: if self.keying.overload { Mode::Overload } else { Mode::Normal },
-            waiting: self.waiting(),
-            waiting_bytes: self.waiting_bytes,
-            aged: self.backends.iter().map(|backend| backend.queue.aged_len(self.now, self.aging)).sum(),
-            in_flight: self.backends.iter().map(|backend| backend.in_flight).sum(),
-            gamma: self.keying.gamma,
-            max_overtake: self.keying.bound,
-            backlog: self.queued_seconds(),
-            mean_work: self.keying.speed.seconds(0, 256),
-            speed: self.keying.speed,
-            draining: self.draining,
-            backends: self
-                .backends
-                .iter()
-                .map(|backend| BackendView {
-                    id: backend.id,
-                    standing: backend.state.standing,
-                    waiting: backend.queue.len(),
-                    in_flight: backend.in_flight,
-                    window: backend.limit(),
-                    backlog: backend.backlog(self.speed_of(backend)),
-                    speed: self.speed_of(backend),
-                    speed_learnt: false,
-                    load: backend.load,
-                })
-                .collect(),
-            models: Vec::new(),
-            counters: self.counters.clone(),
-        }
+    /// What was learnt of answers and of the tail, for the next start.
+    pub fn learnt(&self) -> Learnt {
+        let (scores, samples) = self.calibration.learnt();
+        Learnt { scores, samples, gamma: self.gamma.slope() }
     }
 
-    /// How many requests wait.
-    pub fn waiting(&self) -> usize {
-        self.expiries.len()
-    }
-
-    fn arrived(&mut self, request: Request, actions: &mut Vec<Action>) {
-        if self.table.slot_of(request.id).is_some() {
-            return;
+    /// Continues from what was learnt before, or from what ships with a ranker.
+    pub fn restore(&mut self, learnt: &Learnt) {
+        self.calibration.restore(&learnt.scores, &learnt.samples);
+        if let Some(gamma) = learnt.gamma {
+            self.gamma.restore(gamma);
         }
-        self.counters.arrived += 1;
-        self.counters.neutral += u64::from(request.score.is_none() && !request.unscored);
-        if let Err(reason) = self.accept(&request) {
-            self.reject(request.id, reason, actions);
-        }
-    }
-
-    /// Puts a request into a queue.
-    fn accept(&mut self, request: &Request) -> Result<(), Reason> {
-        // A request that is sent again was accepted before the drain.
-        if self.draining && request.excluded.is_empty() {
-            return Err(Reason::Draining);
-        }
-        let slot = self.table.vacant().filter(|_| self.waiting() < self.limits.queue_requests).ok_or(Reason::QueueFull)?;
-        if self.waiting_bytes + u64::from(request.bytes) > self.limits.queue_bytes {
-            return Err(Reason::QueueBytes);
-        }
-        if request.expires <= self.now {
-            return Err(Reason::Expired);
-        }
-        if self.backends.iter().all(|backend| !backend.queue.has_restricted()) {
-            self.restrictions.clear();
-        }
-        let restriction = self.restriction_of(request.excluded.clone(), request.prompt_tokens, request.max_output);
-        let restriction = self.restrictions.intern(restriction);
-        let mut entry = Entry::new(request, Place::new(self.sequence, slot));
-        entry.expected = if request.unscored { 0 } else { 256.min(request.max_output.unwrap_or(self.limits.max_output)) };
-        entry.at_most = entry.expected;
-        let index = self.choose(Demand::of(&entry), restriction)?;
-        entry.backend = index as u32;
-        let work = self.keying.work(&entry);
-        entry.work = work as f32;
-        let phi = self.keying.phi(&entry, work);
-        entry.stage = Stage::Waiting { phi, expires: request.expires, restriction };
-        self.sequence += 1;
-        self.table.insert(entry);
-        self.join_queue(slot, index);
-        Ok(())
-    }
-
-    fn cancelled(&mut self, id: RequestId) {
-        let Some(slot) = self.table.slot_of(id) else { return };
-        if let Stage::Waiting { .. } = self.table.get(slot).stage {
-            self.leave_queue(slot);
-            self.table.remove(slot);
-            self.counters.cancelled += 1;
-        }
-    }
-
-    fn progress(&mut self, id: RequestId, output: Tokens) {
-        let Some(slot) = self.table.slot_of(id) else { return };
-        let entry = self.table.get_mut(slot);
-        let Stage::Running { released, produced, remaining } = entry.stage else { return };
-        if output <= produced {
-            return;
-        }
-        let running = &mut self.backends[entry.backend as usize].running;
-        if produced == 0 {
-            running.subtract(entry.uncached(), 0);
-        }
-        let left = entry.expected.saturating_sub(output);
-        running.subtract(0, remaining);
-        running.add(0, left);
-        entry.stage = Stage::Running { released, produced: output, remaining: left };
-    }
-
-    fn finished(&mut self, id: RequestId, ending: Ending) {
-        let Some(slot) = self.table.slot_of(id) else { return };
-        let Stage::Running { produced, remaining, .. } = self.table.get(slot).stage else { return };
-        let entry = self.table.remove(slot);
-        let index = entry.backend as usize;
-        let backend = &mut self.backends[index];
-        backend.in_flight -= 1;
-        backend.running.subtract(if produced == 0 { entry.uncached() } else { 0 }, remaining);
-        self.counters.finished += 1;
-        self.counters.pushbacks += u64::from(ending == Ending::Pushback);
-        self.forget_if_gone(index);
-    }
-
-    fn backend_changed(&mut self, id: BackendId, state: BackendState, actions: &mut Vec<Action>) {
-        match self.by_id.get(&id) {
-            None if state.standing == Standing::Gone => {}
-            None => {
-                self.by_id.insert(id, self.backends.len());
-                self.backends.push(Backend::new(id, state));
-            }
-            Some(&index) => {
-                let backend = &mut self.backends[index];
-                backend.window.reconfigure(state.slots);
-                backend.state = state;
-                if !backend.takes_requests() {
-                    let places = backend.queue.drain();
-                    self.place_again(index, &places, actions);
-                    self.forget_if_gone(index);
-                }
-            }
-        }
-    }
-
-    /// Puts requests that were drained from the queue of a backend into other queues.
-    fn place_again(&mut self, from: usize, places: &[Place], actions: &mut Vec<Action>) {
-        for place in places {
-            let slot = place.slot();
-            let restriction = waiting(self.table.get(slot)).0.restriction;
-            self.uncount(slot, from);
-            match self.choose(Demand::of(self.table.get(slot)), restriction) {
-                Ok(index) => {
-                    self.table.get_mut(slot).backend = index as u32;
-                    self.join_queue(slot, index);
-                    self.counters.placed_again += 1;
-                }
-                Err(reason) => {
-                    let entry = self.table.remove(slot);
-                    self.reject(entry.id, reason, actions);
-                }
-            }
-        }
-    }
-
-    fn load_reported(&mut self, id: BackendId, load: Load) {
-        if let Some(&index) = self.by_id.get(&id) {
-            self.backends[index].load = load;
-        }
-    }
-
-    fn policy_changed(&mut self, policy: Policy) {
-        self.aging = Aging::new(policy.aging_threshold(), policy.aging_share());
-        let gamma = keys::initial_gamma(&policy, self.keying.speed.seconds(0, 256));
-        self.keying = Keying::new(&policy, &self.limits, self.keying.speed, gamma, self.keying.overload && policy.overload());
-        self.policy = policy;
         self.rebuild_keys();
     }
-
-    /// Orders everything that waits anew.
-    fn rebuild_keys(&mut self) {
-        for index in 0..self.backends.len() {
-            for place in self.backends[index].queue.drain() {
-                let entry = self.table.get_mut(place.slot());
-                let (mut item, expires) = waiting(entry);
-                let work = self.keying.work(entry);
-                item.key.phi = self.keying.phi(entry, work);
-                entry.work = work as f32;
-                entry.stage = Stage::Waiting { phi: item.key.phi, expires, restriction: item.restriction };
-                self.backends[index].queue.insert(item);
-            }
-        }
-        self.counters.rebuilds += 1;
-    }
-
-    fn limits_changed(&mut self, limits: Limits) {
-        self.limits = limits;
-        self.keying = Keying::new(&self.policy, &self.limits, self.keying.speed, self.keying.gamma, self.keying.overload);
-        self.rebuild_keys();
-    }
-
-    /// Turns away what has waited until its deadline.
-    fn expire(&mut self, actions: &mut Vec<Action>) {
-        while let Some(&(expires, place)) = self.expiries.first()
-            && expires <= self.now
-        {
-            self.leave_queue(place.slot());
-            let entry = self.table.remove(place.slot());
-            self.reject(entry.id, Reason::Expired, actions);
-        }
-    }
-
-    fn reject(&mut self, request: RequestId, reason: Reason, actions: &mut Vec<Action>) {
-        self.counters.rejected[reason as usize] += 1;
-        actions.push(Action::Reject { request, reason, retry_after: self.retry_after() });
-    }
-
-    fn retry_after(&self) -> RetryAfter {
-        (self.queued_seconds().ceil() as RetryAfter).clamp(1, 300)
-    }
-
-    /// Predicted seconds until all that waits has been started.
-    fn queued_seconds(&self) -> f64 {
-        let (queued, backends) = self.backends.iter().filter(|backend| backend.takes_requests()).fold((0.0, 0u32), |(sum, n), backend| {
-            let speed = self.speed_of(backend);
-            (sum + speed.seconds(backend.queued.prompt, backend.queued.output), n + 1)
-        });
-        queued / f64::from(backends.max(1))
-    }
-
-    fn speed_of(&self, backend: &Backend) -> Speed {
-        let weight = backend.state.weight.get();
-        Speed { prompt: self.keying.speed.prompt / weight, output: self.keying.speed.output / weight }
-    }
-
-    /// Puts a waiting entry into the queue of a backend.
-    fn join_queue(&mut self, slot: u32, index: usize) {
-        let entry = self.table.get(slot);
-        let (item, expires) = waiting(entry);
-        self.waiting_bytes += u64::from(entry.bytes);
-        self.expiries.insert((expires, entry.place));
-        let backend = &mut self.backends[index];
-        backend.queued.add(entry.uncached(), entry.expected);
-        backend.queue.insert(item);
-    }
-
-    /// Takes a waiting entry out of its queue.
-    fn leave_queue(&mut self, slot: u32) {
-        let entry = self.table.get(slot);
-        let index = entry.backend as usize;
-        self.backends[index].queue.remove(waiting(entry).0);
-        self.uncount(slot, index);
-    }
-
-    /// Takes a waiting entry out of the sums over what waits for a backend.
-    fn uncount(&mut self, slot: u32, index: usize) {
-        let entry = self.table.get(slot);
-        self.waiting_bytes -= u64::from(entry.bytes);
-        self.expiries.remove(&(waiting(entry).1, entry.place));
-        self.backends[index].queued.subtract(entry.uncached(), entry.expected);
-    }
-
-    /// Drops what is known of a backend that left the pool, once nothing runs there.
-    fn forget_if_gone(&mut self, index: usize) {
-        let backend = &self.backends[index];
-        if backend.state.standing != Standing::Gone || backend.in_flight > 0 {
-            return;
-        }
-        self.by_id.remove(&backend.id);
-        self.backends.remove(index);
-        for position in self.by_id.values_mut().filter(|position| **position > index) {
-            *position -= 1;
-        }
-        for entry in self.table.iter_mut().filter(|entry| entry.backend > index as u32) {
-            entry.backend -= 1;
-        }
-    }
-}
-
-/// A waiting request as its queue knows it, and when it expires.
-fn waiting(entry: &Entry) -> (Item, Time) {
-    // Running requests are in no queue, so whoever asks for one as waiting has lost track of it.
-    let Stage::Waiting { phi, expires, restriction } = entry.stage else { unreachable!("{:?} does not wait", entry.id) };
-    (Item { key: Key { phi, place: entry.place }, arrived: entry.arrived, restriction }, expires)
 }
 
 #[cfg(test)]

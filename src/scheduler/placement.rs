@@ -2,27 +2,28 @@
 
 use super::Scheduler;
 use super::backend::Backend;
-use super::event::{BackendId, Standing, Tokens};
+use super::event::{BackendId, Prefix, Standing, Tokens};
 use super::outcome::Reason;
-use super::restrictions::{Restriction, RestrictionId};
+use super::restrictions::RestrictionId;
 use super::table::Entry;
 
 /// What a request asks of a backend.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Demand {
-    pub prompt: Tokens,
+    prompt: Tokens,
+    prefix: Option<Prefix>,
     /// Expected.
-    pub output: Tokens,
+    output: Tokens,
 }
 
 impl Demand {
     pub fn of(entry: &Entry) -> Self {
-        Demand { prompt: entry.uncached(), output: entry.expected }
+        Demand { prompt: entry.prompt, prefix: entry.prefix(), output: entry.expected }
     }
 }
 
 impl Scheduler {
-    /// Which queue a waiting request should join, as an index.
+    /// Which queue a waiting request should join, as an index: of the backends that may take it, the one that would finish it first.
     ///
     /// # Errors
     /// Why none may take it.
@@ -42,8 +43,8 @@ impl Scheduler {
                 refusal = Reason::TooLarge;
                 continue;
             }
-            let speed = self.speed_of(backend);
-            let finish = backend.backlog(speed) + speed.seconds(u64::from(demand.prompt), u64::from(demand.output));
+            let uncached = demand.prompt - backend.prefixes.cached(demand.prefix, demand.prompt);
+            let finish = backend.backlog() + backend.speed.seconds(u64::from(uncached), u64::from(demand.output));
             match best {
                 Some((_, earliest)) if finish > earliest => {}
                 Some((_, earliest)) if finish == earliest => {
@@ -60,32 +61,23 @@ impl Scheduler {
         }
         best.map(|(index, _)| index).ok_or(refusal)
     }
-
-    /// What bars a request from backends of this pool.
-    pub(super) fn restriction_of(&self, excluded: Vec<BackendId>, prompt: Tokens, max_output: Option<Tokens>) -> Restriction {
-        Restriction { excluded, too_small: too_small(&self.backends, prompt, max_output) }
-    }
 }
 
 /// The backends whose context length or KV cache is too small for a request. Prompt lengths are estimates: where the request seems too large for every
 /// backend but a quarter less would do, it goes to the largest, whose engine knows the true length and answers in its own words.
-fn too_small(backends: &[Backend], prompt: Tokens, max_output: Option<Tokens>) -> Vec<BackendId> {
+pub(super) fn too_small(backends: &[Backend], prompt: Tokens, max_output: Option<Tokens>) -> Vec<BackendId> {
     let needed = u64::from(prompt) + u64::from(max_output.unwrap_or(1).max(1));
     let present = || backends.iter().filter(|backend| backend.state.standing != Standing::Gone);
-    let room = |backend: &Backend| {
-        let context = backend.state.context_tokens.map_or(u64::MAX, u64::from);
-        context.min(backend.state.kv_tokens.unwrap_or(u64::MAX))
-    };
-    let fits = |backend: &Backend| {
-        let context = backend.state.context_tokens.map_or(u64::MAX, u64::from);
-        needed <= context && u64::from(prompt) < backend.state.kv_tokens.unwrap_or(u64::MAX)
-    };
+    let context = |backend: &Backend| backend.state.context_tokens.map_or(u64::MAX, u64::from);
+    let kv = |backend: &Backend| backend.state.kv_tokens.unwrap_or(u64::MAX);
+    let fits = |backend: &Backend| needed <= context(backend) && u64::from(prompt) < kv(backend);
     if present().all(fits) {
         return Vec::new();
     }
     if present().any(fits) {
         return present().filter(|backend| !fits(backend)).map(|backend| backend.id).collect();
     }
+    let room = |backend: &Backend| context(backend).min(kv(backend));
     let largest = present().map(room).max().unwrap_or(0);
     let hopeless = u64::from(prompt) * 3 / 4 >= largest;
     present().filter(|backend| hopeless || room(backend) < largest).map(|backend| backend.id).collect()

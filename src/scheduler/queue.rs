@@ -20,6 +20,10 @@ impl Place {
         Place(sequence << Self::SLOT_BITS | u64::from(slot))
     }
 
+    pub fn sequence(self) -> u64 {
+        self.0 >> Self::SLOT_BITS
+    }
+
     pub fn slot(self) -> u32 {
         (self.0 & ((1 << Self::SLOT_BITS) - 1)) as u32
     }
@@ -124,12 +128,28 @@ impl Queue {
         self.by_age.remove(&(item.arrived, item.key.place));
     }
 
-    /// Empties the queue and tells who was in it, in the order of keys. The aged FIFO's credit stays.
-    pub fn drain(&mut self) -> Vec<Place> {
+    /// Gives every request a new key; who waits stays the same.
+    pub fn rekey(&mut self, phi_of: impl Fn(Place) -> i64) {
+        // Collected as a whole, a set is sorted once and built without a search per key.
+        let renew = |keys: &mut BTreeSet<Key>| {
+            *keys = std::mem::take(keys).into_iter().map(|Key { place, .. }| Key { phi: phi_of(place), place }).collect();
+        };
+        renew(&mut self.free);
+        renew(&mut self.restricted);
+        self.by_restriction.values_mut().for_each(renew);
+    }
+
+    /// Who waits, in the order of keys.
+    pub fn places(&self) -> Vec<Place> {
         let mut keys: Vec<Key> = self.free.iter().chain(&self.restricted).copied().collect();
         keys.sort_unstable();
-        *self = Queue { credit: self.credit, ..Queue::default() };
         keys.into_iter().map(|key| key.place).collect()
+    }
+
+    /// Whether every request is in each of the sets it belongs to.
+    pub fn is_consistent(&self) -> bool {
+        let by_restriction: usize = self.by_restriction.values().map(BTreeSet::len).sum();
+        self.free.len() + self.restricted.len() == self.by_age.len() && by_restriction == self.restricted.len()
     }
 
     /// Whose turn it is on the queue's own backend.

@@ -3,8 +3,7 @@
 use super::Scheduler;
 use super::event::{Action, Facts};
 use super::queue::Turn;
-use super::score::micros;
-use super::table::{Entry, Stage};
+use super::table::Stage;
 
 impl Scheduler {
     /// Releases whatever there is room for.
@@ -14,45 +13,47 @@ impl Scheduler {
                 self.release(index, index, turn, actions);
             }
         }
-        while let Some((thief, victim, turn)) = self.steal() {
+        while let Some(Theft { thief, victim, turn }) = self.theft() {
             self.release(victim, thief, turn, actions);
+        }
+        let demand = self.waiting() > 0;
+        for backend in &mut self.backends {
+            backend.learner.saturated(self.now, backend.is_saturated());
+            backend.window.settled(self.now, backend.in_flight, demand);
         }
     }
 
-    /// The next request of a backend's own queue, if there is room for it.
-    fn own_turn(&self, index: usize) -> Option<Turn> {
+    /// The next request of a backend's own queue, if there is room for it. One that does not fit the KV cache beside what runs waits its turn: what is smaller
+    /// does not pass it, or it would wait forever.
+    pub(super) fn own_turn(&self, index: usize) -> Option<Turn> {
         let backend = &self.backends[index];
         if !backend.has_slot() {
             return None;
         }
-        backend.queue.next(self.now, self.aging, &self.table)
+        let turn = backend.queue.next(self.now, self.aging, &self.table)?;
+        backend.has_kv_for(self.table.get(turn.key.place.slot())).then_some(turn)
     }
 
-    /// The idlest backend with room and an empty queue, the sibling with the smallest key for it, and that request.
-    fn steal(&self) -> Option<(usize, usize, Turn)> {
+    /// The idlest backend with room and an empty queue, and the smallest key among the next requests of its siblings that fit it.
+    pub(super) fn theft(&self) -> Option<Theft> {
         if self.waiting() == 0 {
             return None;
         }
-        let mut best: Option<(f64, (usize, usize, Turn))> = None;
+        let mut best: Option<(f64, Theft)> = None;
         for (thief, backend) in self.backends.iter().enumerate().filter(|(_, backend)| backend.has_slot() && backend.queue.is_empty()) {
-            let busy = backend.backlog(self.speed_of(backend));
+            let busy = backend.backlog();
             if best.as_ref().is_some_and(|(least, _)| *least <= busy) {
                 continue;
             }
-            let found = self
-                .backends
-                .iter()
-                .enumerate()
-                .filter_map(|(victim, sibling)| {
-                    let turn = sibling.queue.next_for(backend.id, self.now, self.aging, &self.restrictions, &self.table)?;
-                    Some((victim, turn))
-                })
-                .min_by_key(|(_, turn)| turn.key);
-            if let Some((victim, turn)) = found {
-                best = Some((busy, (thief, victim, turn)));
+            let turns = self.backends.iter().enumerate().filter_map(|(victim, sibling)| {
+                let turn = sibling.queue.next_for(backend.id, self.now, self.aging, &self.restrictions, &self.table)?;
+                backend.has_kv_for(self.table.get(turn.key.place.slot())).then_some(Theft { thief, victim, turn })
+            });
+            if let Some(theft) = turns.min_by_key(|theft| theft.turn.key) {
+                best = Some((busy, theft));
             }
         }
-        best.map(|(_, steal)| steal)
+        best.map(|(_, theft)| theft)
     }
 
     /// Takes a request out of the queue of backend `from` and gives it a slot on backend `to`.
@@ -60,22 +61,42 @@ impl Scheduler {
         let slot = turn.key.place.slot();
         self.leave_queue(slot);
         self.backends[from].queue.released(self.aging, turn.aged);
+        self.running.insert(slot);
 
         let entry = self.table.get_mut(slot);
-        entry.backend = to as u32;
-        entry.stage = Stage::Running { released: self.now, produced: 0, remaining: entry.expected };
         let backend = &mut self.backends[to];
+        debug_assert!(backend.has_slot());
+        if from != to {
+            entry.backend = to as u32;
+            entry.cached = backend.prefixes.cached(entry.prefix(), entry.prompt);
+        }
+        entry.stage = Stage::Running { released: self.now, produced: 0, remaining: entry.expected };
         backend.in_flight += 1;
         backend.running.add(entry.uncached(), entry.expected);
+        backend.resident += entry.resident();
+        backend.window.released(self.now);
+        if let Some(prefix) = entry.prefix() {
+            backend.prefixes.seen(prefix);
+        }
 
-        let facts = facts(entry, turn, from != to);
         self.counters.released += 1;
-        self.counters.aged += u64::from(facts.aged);
-        self.counters.stolen += u64::from(facts.stolen);
+        self.counters.aged += u64::from(turn.aged);
+        self.counters.stolen += u64::from(from != to);
+        let facts = Facts {
+            work: f64::from(entry.work),
+            expected_output: entry.expected,
+            boosted_arrival: self.keying.boosted_arrival(entry, turn.key.phi),
+            aged: turn.aged,
+            stolen: from != to,
+        };
         actions.push(Action::Release { request: entry.id, backend: backend.id, facts });
     }
 }
 
-fn facts(entry: &Entry, turn: Turn, stolen: bool) -> Facts {
-    Facts { work: f64::from(entry.work), expected_output: entry.expected, boosted_arrival: micros(entry.arrived), aged: turn.aged, stolen }
+/// One backend takes a request out of the queue of another.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Theft {
+    thief: usize,
+    victim: usize,
+    turn: Turn,
 }

@@ -20,6 +20,13 @@ impl Score {
     pub fn get(self) -> f32 {
         self.0
     }
+
+    /// An integer in the same order.
+    pub(super) fn ordinal(self) -> i64 {
+        let bits = self.0.to_bits() as i32;
+        // Negative floats are ordered backwards by their bits; flipping all but the sign turns them round.
+        i64::from(bits ^ (((bits >> 31) as u32) >> 1) as i32)
+    }
 }
 
 impl Eq for Score {}

@@ -17,7 +17,6 @@ const NONE: u32 = u32::MAX;
 
 /// What is remembered of one request. Its fields are narrow because a hundred thousand of them wait on a bad day.
 #[derive(Debug)]
-#[expect(dead_code, reason = "read by the calibration and the prefix memory, which follow")]
 pub(super) struct Entry {
     pub id: RequestId,
     pub arrived: Time,
@@ -57,7 +56,6 @@ pub(super) enum Stage {
     Running { released: Time, produced: Tokens, remaining: Tokens },
 }
 
-#[expect(dead_code, reason = "called by the calibration and the prefix memory, which follow")]
 impl Entry {
     /// A new request that is not in any queue yet.
     pub fn new(request: &Request, place: Place) -> Self {
@@ -112,6 +110,11 @@ impl Entry {
 
     pub fn tenant(&self) -> Option<TenantId> {
         (self.tenant != NONE).then_some(TenantId(self.tenant))
+    }
+
+    /// Tokens it will probably hold in a KV cache at most.
+    pub fn resident(&self) -> u64 {
+        u64::from(self.prompt) + u64::from(self.at_most)
     }
 
     /// Prompt tokens that a backend has to compute.
@@ -187,6 +190,11 @@ impl Table {
         self.len -= 1;
         self.free.push(slot);
         self.pages[slot as usize / PAGE][slot as usize % PAGE].take().unwrap_or_else(|| unreachable!("slot {slot} is vacant"))
+    }
+
+    /// Every entry, in the order of slots.
+    pub fn iter(&self) -> impl Iterator<Item = &Entry> {
+        self.pages.iter().flatten().flatten()
     }
 
     /// Every entry, in the order of slots, to change it.
@@ -306,7 +314,7 @@ mod tests {
                     prop_assert_eq!(table.slot_of(RequestId(id)), model.get(&id).copied());
                 }
                 prop_assert_eq!(table.len, model.len());
-                prop_assert_eq!(table.iter_mut().count(), model.len());
+                prop_assert_eq!(table.iter().count(), model.len());
             }
         }
     }

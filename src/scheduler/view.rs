@@ -1,9 +1,12 @@
 //! What can be seen of a pool from outside: plain values for the admin page and the metrics.
 
-use super::event::{BackendId, Load, ModelId, Standing};
+use super::Scheduler;
+use super::event::{BackendId, Load, ModelId, RequestId, Standing, TenantId, Tokens};
 use super::outcome::Reason;
 use super::policy::Order;
 use super::speed::Speed;
+use super::table::Stage;
+use super::time::Time;
 
 /// One pool at one moment.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,6 +39,8 @@ pub struct PoolView {
     pub backends: Vec<BackendView>,
     /// What is known of the lengths of each model's answers.
     pub models: Vec<ModelView>,
+    /// What is known of each tenant's prompts.
+    pub tenants: Vec<TenantView>,
     pub counters: Counters,
 }
 
@@ -93,6 +98,30 @@ pub struct ModelView {
     pub trusted: bool,
 }
 
+/// What is known of one tenant's prompts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TenantView {
+    pub tenant: TenantId,
+    /// The factor on the expected output of its prompts, 1/4 to 4.
+    pub correction: f32,
+    /// How much its scores agree with its answers' lengths, -1 to 1; `None` until there is enough to say.
+    pub concordance: Option<f32>,
+}
+
+/// Why a waiting request stands where it stands.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Explanation {
+    /// In whose queue it waits.
+    pub backend: BackendId,
+    /// Its key; the smallest goes first, ties by `sequence`.
+    pub phi: i64,
+    pub sequence: u64,
+    pub arrived: Time,
+    /// Expected work in capacity-seconds.
+    pub work: f64,
+    pub expected_output: Tokens,
+}
+
 /// Counts since the start. Every request that arrived was released, rejected or cancelled, or still waits.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -118,4 +147,61 @@ pub struct Counters {
     pub overloads: u64,
     /// Requests without the ranker's opinion, which were given the pooled estimate.
     pub neutral: u64,
+}
+
+impl Scheduler {
+    /// The pool at the time of the last event.
+    pub fn view(&self) -> PoolView {
+        PoolView {
+            order: self.policy.order(),
+            mode: if self.keying.overload { Mode::Overload } else { Mode::Normal },
+            waiting: self.waiting(),
+            waiting_bytes: self.waiting_bytes,
+            aged: self.backends.iter().map(|backend| backend.queue.aged_len(self.now, self.aging)).sum(),
+            in_flight: self.running.len() as u32,
+            gamma: self.keying.gamma,
+            max_overtake: self.keying.bound,
+            backlog: self.queued_seconds(),
+            mean_work: self.mix.work(self.keying.order, self.keying.speed),
+            speed: self.keying.speed,
+            draining: self.draining,
+            backends: self
+                .backends
+                .iter()
+                .map(|backend| BackendView {
+                    id: backend.id,
+                    standing: backend.state.standing,
+                    waiting: backend.queue.len(),
+                    in_flight: backend.in_flight,
+                    window: backend.limit(),
+                    backlog: backend.backlog(),
+                    speed: backend.speed,
+                    speed_learnt: backend.learner.speed().is_some(),
+                    load: backend.load,
+                })
+                .collect(),
+            models: self.calibration.known().collect(),
+            tenants: self.calibration.tenants().iter().collect(),
+            counters: self.counters.clone(),
+        }
+    }
+
+    /// How many requests wait.
+    pub fn waiting(&self) -> usize {
+        self.expiries.len()
+    }
+
+    /// Why a request stands where it stands; `None` if it does not wait.
+    pub fn explain(&self, id: RequestId) -> Option<Explanation> {
+        let entry = self.table.get(self.table.slot_of(id)?);
+        let Stage::Waiting { phi, .. } = entry.stage else { return None };
+        Some(Explanation {
+            backend: self.backends[entry.backend as usize].id,
+            phi,
+            sequence: entry.place.sequence(),
+            arrived: entry.arrived,
+            work: f64::from(entry.work),
+            expected_output: entry.expected,
+        })
+    }
 }

@@ -1,0 +1,123 @@
+//! What is done as time passes rather than for one request: follow speeds, the tail, the backlog and the calibration, and rebuild keys when they moved.
+
+use std::time::Duration;
+
+use super::Scheduler;
+use super::keys::{Keying, Largest};
+use super::policy::{Limits, Policy};
+use super::queue::Aging;
+use super::speed::Speed;
+use super::table::{Entry, Stage};
+
+/// Between two looks at the backlog and the windows.
+const LOOK: Duration = Duration::from_secs(1);
+/// Between two looks at the tail and the calibration.
+const LEARN: Duration = Duration::from_secs(5);
+/// How far gamma may move, as a factor, before keys are rebuilt.
+const DRIFT: f64 = 1.1;
+
+impl Scheduler {
+    /// Does what is due. True if something was.
+    pub(super) fn chores(&mut self) -> bool {
+        if self.now < self.next_look {
+            return false;
+        }
+        self.next_look = self.now.after(LOOK);
+        for backend in &mut self.backends {
+            backend.window.tick(self.now);
+        }
+        self.update_speeds();
+        if self.policy.overload() {
+            self.overload.look(self.now, self.queued_seconds(), self.waiting() > 0);
+        }
+        let switched = self.overload.active() != self.keying.overload;
+        self.counters.overloads += u64::from(switched && self.overload.active());
+        if self.now >= self.next_learning {
+            self.next_learning = self.now.after(LEARN);
+            let mean_work = self.mix.work(self.policy.order(), self.pool_speed());
+            self.gamma.update(mean_work);
+            let running = self.running.iter().map(|&slot| self.table.get(slot));
+            let moved = self.calibration.refresh(running, self.expiries.is_empty());
+            let next = self.next_keying();
+            let ratio = next.gamma / self.keying.gamma;
+            if moved || !(1.0 / DRIFT..=DRIFT).contains(&ratio) || next.speed.differs(self.keying.speed) || self.expiries.is_empty() || switched {
+                self.rebuild_keys();
+            }
+        } else if switched {
+            self.rebuild_keys();
+        }
+        true
+    }
+
+    pub(super) fn policy_changed(&mut self, policy: Policy) {
+        self.aging = Aging::new(policy.aging_threshold(), policy.aging_share());
+        if !policy.overload() {
+            self.overload.end();
+        }
+        self.policy = policy;
+        self.rebuild_keys();
+    }
+
+    pub(super) fn limits_changed(&mut self, limits: Limits) {
+        self.limits = limits;
+        self.rebuild_keys();
+    }
+
+    /// Gives each backend the speed that was learnt from it, or one like its siblings'.
+    pub(super) fn update_speeds(&mut self) {
+        // Weights say how speeds compare where they are not known, so a known speed times its weight is that of a backend of weight 1.
+        let typical = Speed::mean(self.backends.iter().filter_map(|backend| Some(backend.learner.speed()?.scaled(backend.state.weight.get()))));
+        let typical = typical.unwrap_or(Speed::ASSUMED);
+        for backend in &mut self.backends {
+            backend.speed = backend.learner.speed().unwrap_or_else(|| typical.scaled(1.0 / backend.state.weight.get()));
+        }
+    }
+
+    /// The speed that keys are made with: the mean of the backends that take requests.
+    fn pool_speed(&self) -> Speed {
+        let speeds = self.backends.iter().filter(|backend| backend.takes_requests()).map(|backend| backend.speed);
+        Speed::mean(speeds).unwrap_or(self.keying.speed)
+    }
+
+    fn next_keying(&self) -> Keying {
+        let speed = self.pool_speed();
+        let gamma = self.gamma.gamma(&self.policy, self.mix.work(self.policy.order(), speed));
+        let context = self.backends.iter().filter_map(|backend| backend.state.context_tokens).max();
+        let largest = Largest::new(&self.limits, context);
+        Keying::new(&self.policy, largest, speed, gamma, self.overload.active(), self.calibration.current_ranker())
+    }
+
+    /// Orders everything that waits anew.
+    pub(super) fn rebuild_keys(&mut self) {
+        self.keying = self.next_keying();
+        if self.expiries.is_empty() {
+            return;
+        }
+        self.counters.rebuilds += 1;
+        self.waiting_work = super::overload::WaitingWork::default();
+        for backend in &mut self.backends {
+            backend.queued = super::backend::Backlog::default();
+        }
+        let mut table = std::mem::take(&mut self.table);
+        for entry in table.iter_mut() {
+            self.rekey(entry);
+        }
+        self.table = table;
+        for backend in &mut self.backends {
+            backend.queue.rekey(|place| match self.table.get(place.slot()).stage {
+                Stage::Waiting { phi, .. } => phi,
+                Stage::Running { .. } => unreachable!("only waiting requests are in a queue"),
+            });
+        }
+    }
+
+    fn rekey(&mut self, entry: &mut Entry) {
+        let Stage::Waiting { expires, restriction, .. } = entry.stage else { return };
+        self.predict(entry);
+        let work = self.keying.work(entry);
+        entry.work = work as f32;
+        entry.stage = Stage::Waiting { phi: self.keying.phi(entry, work), expires, restriction };
+        self.waiting_work.add(entry);
+        self.backends[entry.backend as usize].queued.add(entry.uncached(), entry.expected);
+    }
+}

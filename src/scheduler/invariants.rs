@@ -1,0 +1,125 @@
+//! What always holds, as predicates: debug assertions check the cheap ones after every event, property tests and the simulator all of them.
+
+use super::Scheduler;
+use super::backend::Backlog;
+use super::event::{Action, BackendId};
+use super::overload::WaitingWork;
+use super::table::Stage;
+
+/// What did not hold.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Violation {
+    #[error("{arrived} requests arrived, but {accounted} wait, run or have ended")]
+    Conservation { arrived: u64, accounted: u64 },
+    #[error("backend {} was given a request beyond its window of {window}: {in_flight} are in flight", backend.0)]
+    Window { backend: BackendId, window: u32, in_flight: u32 },
+    #[error("backend {} has room and a request waits that may go there", backend.0)]
+    IdleSlot { backend: BackendId },
+    #[error("the sums over {what} are off")]
+    Sums { what: &'static str },
+}
+
+/// Everything below.
+///
+/// # Errors
+/// The first predicate that does not hold.
+pub fn all(scheduler: &Scheduler, actions: &[Action]) -> Result<(), Violation> {
+    conservation(scheduler)?;
+    windows(scheduler, actions)?;
+    no_idle_slot(scheduler)?;
+    sums(scheduler)
+}
+
+/// Every request that arrived waits, runs, or has ended in exactly one way.
+///
+/// # Errors
+/// The two sides of the balance.
+pub fn conservation(scheduler: &Scheduler) -> Result<(), Violation> {
+    let counters = &scheduler.counters;
+    let rejected: u64 = counters.rejected.iter().sum();
+    let present = scheduler.expiries.len() + scheduler.running.len();
+    let accounted = present as u64 + counters.finished + counters.cancelled + rejected;
+    if counters.arrived == accounted { Ok(()) } else { Err(Violation::Conservation { arrived: counters.arrived, accounted }) }
+}
+
+/// No release went beyond a window, given the actions of the last event.
+///
+/// # Errors
+/// The first backend that was given too much.
+pub fn windows(scheduler: &Scheduler, actions: &[Action]) -> Result<(), Violation> {
+    let released_to = |id: BackendId| actions.iter().any(|action| matches!(action, Action::Release { backend, .. } if *backend == id));
+    for backend in &scheduler.backends {
+        if backend.in_flight > backend.limit() && released_to(backend.id) {
+            return Err(Violation::Window { backend: backend.id, window: backend.limit(), in_flight: backend.in_flight });
+        }
+    }
+    Ok(())
+}
+
+/// No backend has room while a request waits that may go there. A request that does not fit a KV cache beside what runs waits its turn, and so does what is
+/// behind it.
+///
+/// # Errors
+/// The first backend that idles.
+pub fn no_idle_slot(scheduler: &Scheduler) -> Result<(), Violation> {
+    for (index, backend) in scheduler.backends.iter().enumerate() {
+        if scheduler.own_turn(index).is_some() {
+            return Err(Violation::IdleSlot { backend: backend.id });
+        }
+        if !backend.has_slot() || !backend.queue.is_empty() {
+            continue;
+        }
+        let mut blocked = Vec::new();
+        for entry in scheduler.table.iter() {
+            let Stage::Waiting { restriction, .. } = entry.stage else { continue };
+            if scheduler.restrictions.get(restriction).bars(backend.id) || blocked.contains(&entry.backend) {
+                continue;
+            }
+            // Any one that fits is a violation unless its queue's own turn for this thief does not fit.
+            let queue = &scheduler.backends[entry.backend as usize].queue;
+            let turn = queue.next_for(backend.id, scheduler.now, scheduler.aging, &scheduler.restrictions, &scheduler.table);
+            match turn {
+                Some(turn) if !backend.has_kv_for(scheduler.table.get(turn.key.place.slot())) => blocked.push(entry.backend),
+                _ => return Err(Violation::IdleSlot { backend: backend.id }),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Every sum that is kept is what adding up gives. Walks over everything.
+///
+/// # Errors
+/// Which sum is off.
+pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
+    let n = scheduler.backends.len();
+    let (mut queued, mut running, mut resident) = (vec![Backlog::default(); n], vec![Backlog::default(); n], vec![0u64; n]);
+    let (mut waiting, mut in_flight) = (vec![0usize; n], vec![0u32; n]);
+    let (mut bytes, mut work) = (0, WaitingWork::default());
+    for entry in scheduler.table.iter() {
+        let index = entry.backend as usize;
+        match entry.stage {
+            Stage::Waiting { .. } => {
+                queued[index].add(entry.uncached(), entry.expected);
+                waiting[index] += 1;
+                bytes += u64::from(entry.bytes);
+                work.add(entry);
+            }
+            Stage::Running { produced, remaining, .. } => {
+                running[index].add(if produced == 0 { entry.uncached() } else { 0 }, remaining);
+                resident[index] += entry.resident();
+                in_flight[index] += 1;
+            }
+        }
+    }
+    let each = |what, holds: &dyn Fn(usize) -> bool| if (0..n).all(holds) { Ok(()) } else { Err(Violation::Sums { what }) };
+    each("queued work", &|index| scheduler.backends[index].queued == queued[index])?;
+    each("running work", &|index| scheduler.backends[index].running == running[index])?;
+    each("resident tokens", &|index| scheduler.backends[index].resident == resident[index])?;
+    each("queues", &|index| scheduler.backends[index].queue.len() == waiting[index] && scheduler.backends[index].queue.is_consistent())?;
+    each("slots", &|index| scheduler.backends[index].in_flight == in_flight[index])?;
+    if scheduler.waiting_bytes != bytes || scheduler.waiting_work != work || scheduler.expiries.len() != waiting.iter().sum::<usize>() {
+        return Err(Violation::Sums { what: "what waits" });
+    }
+    Ok(())
+}
