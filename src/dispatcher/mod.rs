@@ -222,7 +222,8 @@ impl Owner {
             match self.next().await {
                 Woken::Told(message) => self.apply(message),
                 Woken::Deadline => self.handle(Event::Tick),
-                Woken::DrainDeadline => self.end_drain(),
+                // The drain's own end is settled below.
+                Woken::DrainDeadline => {}
                 Woken::Abandoned => return,
             }
             self.settle_drain();
@@ -319,9 +320,15 @@ impl Owner {
 
     /// Reports a drain that is over: nothing is left, or its deadline has passed.
     fn settle_drain(&mut self) {
-        let Some(draining) = &mut self.draining else { return };
+        let Some(Draining { deadline, done: Some(_), .. }) = self.draining else { return };
+        // Whatever woke the task at that moment: nobody who waits may be left out of the report.
+        let over = Instant::now() >= deadline;
+        if over {
+            self.end_drain();
+        }
         let idle = self.waiting.is_empty() && self.running == 0;
-        if (idle || Instant::now() >= draining.deadline)
+        if (idle || over)
+            && let Some(draining) = &mut self.draining
             && let Some(done) = draining.done.take()
         {
             // Whoever started the drain may have stopped waiting for its end.
