@@ -240,3 +240,26 @@ pub(super) fn mix(number: u64) -> u64 {
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn drawn_lengths_have_the_median_and_spread_they_should() {
+        let model = LengthModel { median: 100.0, sigma: 0.8 };
+        let mut drawn: Vec<Tokens> = (0..10_001).map(|seed| model.draw(seed)).collect();
+        drawn.sort_unstable();
+        assert!((95..=105).contains(&drawn[5_000]), "median {}", drawn[5_000]);
+        // One standard deviation up: 100 * e^0.8 = 223.
+        assert!((210..=236).contains(&drawn[8_413]), "84.13th percentile {}", drawn[8_413]);
+        assert!(drawn[0] >= 1);
+    }
+
+    #[test]
+    fn a_hash_is_the_same_in_every_process() {
+        // Test vectors of FNV-1a's authors.
+        assert_eq!((fingerprint("a"), fingerprint("foobar")), (0xaf63_dc4c_8601_ec8c, 0x8594_4171_f739_67e8));
+        assert_eq!(fingerprint("headway"), extend(fingerprint("head"), b"way"));
+    }
+}

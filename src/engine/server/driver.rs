@@ -267,3 +267,66 @@ fn keep(labels: &mut Vec<String>, label: &str) {
     }
     labels.push(label.to_owned());
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::Timing;
+
+    /// 1.3 ms an iteration: never a whole number of the timer's ticks.
+    fn profile() -> Profile {
+        let timing = Timing { base: 1.3e-3, per_sequence: 0.0, per_prefill_token: 0.0, per_kv_token: 0.0 };
+        Profile { timing, max_num_seqs: 1, ..Profile::medium() }
+    }
+
+    fn work(output_tokens: u32) -> Work {
+        Work { prompt_tokens: 5, output_tokens, ..Work::default() }
+    }
+
+    fn start(speed: f64) -> Client {
+        let (client, driver) = Client::new(profile(), speed);
+        tokio::spawn(driver.run());
+        client
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn late_timers_do_not_add_up() {
+        let client = start(1.0);
+        let before = Instant::now();
+        let running = client.submit("a".into(), work(1_000));
+        assert_eq!(running.feed.ended().await.produced, 1_000);
+        let took = before.elapsed();
+        assert!(took >= Duration::from_millis(1_300) && took < Duration::from_millis(1_303), "{took:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn speed_and_slowness_scale_real_time_from_then_on() {
+        let client = start(10.0);
+        let before = Instant::now();
+        client.submit("a".into(), work(1_000)).feed.ended().await;
+        let fast = before.elapsed();
+        assert!(fast >= Duration::from_millis(130) && fast < Duration::from_millis(133), "{fast:?}");
+
+        let running = client.submit("b".into(), work(1_000));
+        std::future::poll_fn(|context| running.feed.poll(499, context)).await;
+        client.slow(4.0);
+        running.feed.ended().await;
+        let both = before.elapsed() - fast;
+        assert!(both >= Duration::from_millis(65 + 4 * 65 - 3) && both < Duration::from_millis(65 + 4 * 65 + 5), "{both:?}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dropping_a_request_lets_the_next_one_run() {
+        let client = start(1.0);
+        let first = client.submit("first".into(), work(10_000));
+        let second = client.submit("second".into(), work(3));
+        let third = client.submit("third".into(), work(3));
+        std::future::poll_fn(|context| first.feed.poll(0, context)).await;
+        drop(second);
+        drop(first);
+        assert_eq!(third.feed.ended().await, crate::engine::server::feed::Progress { produced: 3, cached: 0, end: Some(End::Finished) });
+        let report = client.report().await;
+        assert_eq!((report.running, report.waiting, report.kv_blocks_held, report.aborted, report.finished), (0, 0, 0, 2, 1));
+        assert_eq!((report.arrived, report.admitted), (vec!["first".into(), "second".into(), "third".into()], vec!["first".into(), "third".into()]));
+    }
+}

@@ -362,3 +362,49 @@ fn chosen_tool(raw: &Raw) -> Result<Option<Tool>, Invalid> {
 fn function(tool: &Value) -> &Value {
     tool.get("function").unwrap_or(tool)
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn prompts_share_hashes_as_far_as_they_share_blocks() {
+        let beginning = "x".repeat(64 * 3 + 10);
+        let (one, other) = (Prompt::of_text(&format!("{beginning}{}", "a".repeat(100))), Prompt::of_text(&format!("{beginning}{}", "b".repeat(200))));
+        assert_eq!((one.tokens, one.hashes.len(), other.hashes.len()), (76, 4, 6));
+        assert_eq!(one.hashes[..3], other.hashes[..3]);
+        assert_ne!(one.hashes[3], other.hashes[3]);
+        assert_eq!(Prompt::of_text(&"é".repeat(64)).hashes.len(), 1, "characters count, not bytes");
+    }
+
+    #[test]
+    fn two_images_are_two_prompts() {
+        let body = |url: &str| {
+            let image = serde_json::json!({"type": "image_url", "image_url": {"url": url}});
+            serde_json::json!({"model": "m", "messages": [{"role": "user", "content": [image]}]}).to_string()
+        };
+        let prompt = |url| Ask::parse(Api::Chat, body(url).as_bytes()).expect("a request").prompt;
+        assert_eq!(prompt("a"), prompt("a"));
+        assert_eq!(prompt("a").tokens, 256);
+        assert_ne!(prompt("a").hashes[0], prompt("b").hashes[0]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_full_block_of_a_text_has_a_hash(text in ".{0,400}") {
+            let prompt = Prompt::of_text(&text);
+            let chars = text.chars().count();
+            prop_assert_eq!(prompt.hashes.len(), chars / 64);
+            prop_assert_eq!(prompt.tokens as usize, chars.div_ceil(4).max(1));
+        }
+
+        #[test]
+        fn no_body_breaks_the_parser(body in prop::collection::vec(any::<u8>(), 0..200), api in prop::sample::select(vec![
+            Api::Chat, Api::Completions, Api::Messages, Api::Responses,
+        ])) {
+            prop_assert!(Ask::parse(api, &body).is_err());
+        }
+    }
+}
