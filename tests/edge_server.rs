@@ -136,6 +136,8 @@ impl Handler for StandIn {
     }
 
     async fn drained(&self, _: Duration) {}
+
+    fn cut(&self) {}
 }
 
 /// A server that runs, and what is known of it.

@@ -1,7 +1,453 @@
-//! The edge: HTTP in, HTTP out.
+//! The edge: HTTP in, HTTP out. This page tells one request's story from top to bottom, see [`Proxy::answer`].
+//!
+//! A request is one future, and then one body; hyper drops whichever it is when the client leaves. So nothing here waits for a client that is gone: what a
+//! request holds (its share of memory, its place in a queue, its slot, its connection to a backend, its account) is held by that future or body, and
+//! settles on drop.
+//!
+//! `server` accepts · `connection` who is there · `body` read whole · `api` understood · `headers` cleaned · `upstream` sent · `stream` observed ·
+//! `reply` on its way back · `response` what is said when there is no answer · `account` what is told of it all.
 
+mod account;
 pub mod api;
+pub mod body;
 mod connection;
+mod headers;
+mod models;
+mod reply;
+pub mod response;
 pub mod server;
 pub mod stream;
 pub mod upstream;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Method, Request, Response, StatusCode, Uri, response as reply_head};
+use hyper::body::Incoming;
+use tokio::time::Instant;
+
+use account::Account;
+use api::{Api, BadBody, Payload, Prompt, Splices};
+use body::{BodyError, Budget, Held};
+use reply::{Pace, Paced, Reply, ReplyBody, ending_of};
+use response::Failure;
+use server::Handler;
+use stream::{Observer, read_answer};
+use upstream::{UpstreamError, Waits};
+
+use crate::config::{Edge, Timeouts};
+use crate::dispatcher::{Arrival, Permit, Rejection};
+use crate::fleet::{EngineKind, Observation};
+use crate::gateway::{Gateway, Live, Routed, Target};
+use crate::ranker::Opinion;
+use crate::scheduler::{BackendId, Ending, Facts, Reason, Scored, Time, Weight};
+
+/// Bodies longer than this are parsed apart from the threads that serve connections.
+const PARSED_APART: usize = 256 << 10;
+/// Answers of one piece that are longer than this pass unread.
+const MOST_READ: usize = 1 << 20;
+/// Further than any request reaches, where a configured time is too long to be added to a clock.
+const FAR: Duration = Duration::from_secs(365 * 86_400);
+
+const BACKEND: HeaderName = HeaderName::from_static("x-headway-backend");
+const QUEUE_MS: HeaderName = HeaderName::from_static("x-headway-queue-ms");
+const SCORE: HeaderName = HeaderName::from_static("x-headway-score");
+const POLICY: HeaderName = HeaderName::from_static("x-headway-policy");
+
+/// Answers every request of the listener.
+pub struct Proxy {
+    gateway: Arc<Gateway>,
+    bodies: Budget,
+    cut: Arc<AtomicBool>,
+}
+
+/// An answer, as far as it has come.
+#[expect(clippy::large_enum_variant, reason = "returned once and taken apart: a box would be an allocation per request")]
+enum Answered {
+    /// All of it.
+    Whole(Response<Bytes>),
+    /// Its head; the rest comes from the backend.
+    Streaming { head: reply_head::Parts, upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit },
+}
+
+/// What is sent, whichever backend it goes to.
+struct Outgoing {
+    /// Headers as the client sent them, without those that end here.
+    head: Parts,
+    api: Api,
+    prompt: Prompt,
+    held: Held,
+    /// The usage chunk is asked for by us alone.
+    hide_usage: bool,
+    score: Option<Scored>,
+    /// When it was ready to wait.
+    arrived: Time,
+    /// When it has taken too long as a whole.
+    deadline: Instant,
+}
+
+impl Handler for Proxy {
+    type Body = ReplyBody;
+
+    async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<ReplyBody> {
+        let (head, body) = request.into_parts();
+        // Who expects to be told to go on has not sent the body, and does not when it is refused.
+        let expects = head.headers.contains_key(EXPECT);
+        let mut account = Account::open(&self.gateway, &head, headers::request_id(&head.headers));
+        let mut body = Some(body);
+        match self.answer(head, &mut body, &mut account).await {
+            Ok(answered) => self.reply(answered, account),
+            Err(failure) => {
+                let gone = matches!(failure, Failure::Body(BodyError::Timeout(_) | BodyError::Broken));
+                refuse(&failure, account, body.filter(|_| !expects && !gone))
+            }
+        }
+    }
+
+    fn start_drain(&self) {
+        self.gateway.start_drain();
+    }
+
+    async fn drained(&self, within: Duration) {
+        self.gateway.drain(within).await;
+    }
+
+    fn cut(&self) {
+        self.cut.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Proxy {
+    pub fn new(gateway: Arc<Gateway>) -> Proxy {
+        Proxy { gateway, bodies: Budget::default(), cut: Arc::default() }
+    }
+
+    /// Bytes of request bodies that are held now.
+    pub fn held_bytes(&self) -> u64 {
+        self.bodies.used()
+    }
+
+    /// One request, from its head to the head of its answer. `body` is left where it was not read.
+    async fn answer(&self, mut head: Parts, body: &mut Option<Incoming>, account: &mut Account) -> Result<Answered, Failure> {
+        // One value for the whole request: a reload in between changes nothing for it.
+        let live = self.gateway.live();
+        if self.gateway.draining() {
+            return Err(Failure::Rejected(Rejection { reason: Reason::Draining, retry_after: 1 }));
+        }
+        if let Some(list) = models::answer(&live, &head) {
+            return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
+        }
+        let api = dialect(&head)?;
+        account.speaks(api);
+
+        let held = match body {
+            Some(incoming) => body::read(incoming, &live.snapshot.edge, &self.bodies).await?,
+            None => Held::default(),
+        };
+        *body = None;
+        let mut prompt = read_prompt(api, &head, &held.bytes).await?;
+        account.asks_for(std::mem::take(&mut prompt.model));
+        let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, account.model()))?;
+        account.goes_to(routed.settings);
+
+        let arrived = routed.pool.dispatcher.now();
+        let score = if api.is_scored() { score(&live, &mut prompt, account).await } else { None };
+        headers::strip_request(&mut head.headers, api.is_scored());
+        head.headers.insert(headers::REQUEST_ID, account.request_id_header().clone());
+        let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
+        let deadline = after(account.started(), routed.settings.timeouts.total);
+        let outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, deadline };
+        outgoing.run(&live.snapshot.edge, &routed, account).await
+    }
+
+    /// Puts head, body and account together.
+    fn reply(&self, answered: Answered, account: Account) -> Response<ReplyBody> {
+        let id = account.request_id_header().clone();
+        let mut response = match answered {
+            Answered::Whole(response) => response.map(ReplyBody::Whole),
+            Answered::Streaming { head, upstream, observer, ending, permit } => {
+                let reply = Reply::new(upstream, observer, ending, permit, Arc::clone(&self.cut), account);
+                Response::from_parts(head, ReplyBody::Streaming(Box::new(reply)))
+            }
+        };
+        response.headers_mut().insert(headers::REQUEST_ID, id);
+        response
+    }
+}
+
+impl Outgoing {
+    /// Waits for a slot, sends, and tries elsewhere what failed before its first byte: with its first arrival, never on the same backend twice, and
+    /// within the pool's budget of retries.
+    async fn run(&self, edge: &Edge, routed: &Routed<'_>, account: &mut Account) -> Result<Answered, Failure> {
+        let mut excluded = Vec::new();
+        let mut last = None;
+        let mut retries = routed.settings.retries;
+        loop {
+            let permit = self.slot(routed, &excluded, account).await.map_err(|rejection| self.turned_away(rejection, last.take()))?;
+            let backend = permit.backend();
+            // Without a target it has just left the pool, and nothing was tried.
+            if let Some(target) = routed.pool.target(backend) {
+                account.released(&target, permit.facts());
+                match self.attempt(edge, routed, &target, permit, account).await {
+                    Err(failure) if failure.is_retriable() && retries > 0 && routed.pool.may_retry() => {
+                        retries -= 1;
+                        last = Some(failure);
+                    }
+                    ended => return ended,
+                }
+            }
+            excluded.push(backend);
+        }
+    }
+
+    /// Waits in the queue. Dropping this leaves it.
+    async fn slot(&self, routed: &Routed<'_>, excluded: &[BackendId], account: &mut Account) -> Result<Permit, Rejection> {
+        let asked = Instant::now();
+        let until = routed.settings.timeouts.queue.min(routed.settings.timeouts.total);
+        let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
+            arrived: self.arrived,
+            model: routed.model,
+            score: self.score,
+            prompt_tokens: self.prompt.prompt_tokens,
+            max_output: self.prompt.max_output,
+            attained: 0,
+            weight: Weight::ONE,
+            expires: self.arrived.after(until),
+            bytes: u32::try_from(self.held.bytes.len()).unwrap_or(u32::MAX),
+            unscored: !self.api.is_scored(),
+            excluded: excluded.to_vec(),
+        });
+        let granted = ticket.granted().await;
+        account.waited(asked.elapsed());
+        granted
+    }
+
+    /// What a refusal of the queue means to the client: after a failed attempt, that attempt is the story.
+    fn turned_away(&self, rejection: Rejection, last: Option<Failure>) -> Failure {
+        match (rejection.reason, last) {
+            (Reason::NoOtherBackend | Reason::NoHealthyBackend, Some(failure)) => failure,
+            (Reason::Expired, _) if Instant::now() >= self.deadline => Failure::TotalInQueue { retry_after: rejection.retry_after },
+            _ => Failure::Rejected(rejection),
+        }
+    }
+
+    /// Sends it to one backend and waits for the head of the answer, or for all of one that is read whole.
+    async fn attempt(&self, edge: &Edge, routed: &Routed<'_>, target: &Target, permit: Permit, account: &mut Account) -> Result<Answered, Failure> {
+        let Timeouts { connect, first_byte, inter_chunk, total, .. } = routed.settings.timeouts;
+        let waits = Waits { connect, first_byte, total: self.deadline };
+        let payload = self.payload(routed, target, &permit.facts());
+        let answer = match target.connections.send(waits, || self.request(target, payload.clone())).await {
+            Ok(answer) => answer,
+            Err(error) => {
+                if !matches!(error, UpstreamError::TotalTimeout) {
+                    account.observe(Observation::Transport);
+                }
+                tracing::debug!(backend = %target.backend.settings().url, %error, "attempt failed");
+                permit.finish(Ending::Failed { output: 0 });
+                return Err(error.into());
+            }
+        };
+
+        let mut head = answer.head;
+        let (observation, ending) = judge(head.status);
+        account.observe(observation);
+        account.answered(head.status);
+        headers::strip_response(&mut head.headers);
+        if edge.headers {
+            explain(&mut head.headers, routed, target, account);
+        }
+        let mut upstream = Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, total) });
+        let is_read = head.status.is_success() && self.api.is_scored();
+        if is_read && has_type(&head.headers, "text/event-stream") {
+            head.headers.remove(CONTENT_LENGTH);
+            let observer = Some(Observer::new(account.model(), self.hide_usage));
+            return Ok(Answered::Streaming { head, upstream, observer, ending, permit });
+        }
+        if is_read && has_type(&head.headers, "application/json") {
+            match whole(&mut upstream, account).await {
+                Ok(Some((bytes, ending))) => {
+                    permit.finish(ending);
+                    account.succeeded();
+                    head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes.len()));
+                    return Ok(Answered::Whole(Response::from_parts(head, bytes)));
+                }
+                Ok(None) => {}
+                Err(failure) => {
+                    if matches!(failure, Failure::CutShort) {
+                        account.observe(Observation::Transport);
+                    }
+                    permit.finish(Ending::Failed { output: 0 });
+                    return Err(failure);
+                }
+            }
+        }
+        Ok(Answered::Streaming { head, upstream, observer: None, ending, permit })
+    }
+
+    /// The body as this backend is to read it.
+    fn payload(&self, routed: &Routed<'_>, target: &Target, facts: &Facts) -> Payload {
+        let mut splices = Splices::default();
+        if let Some(name) = routed.upstream {
+            self.prompt.rename_model(&mut splices, name);
+        }
+        if self.hide_usage {
+            self.prompt.ask_for_usage(&mut splices);
+        }
+        let settings = target.backend.settings();
+        if settings.priority
+            && self.api.is_scored()
+            && let Some(field) = target.backend.engine().and_then(EngineKind::priority)
+        {
+            let unix = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            let clock_start = micros(unix).saturating_sub(micros(Duration::from_micros(routed.pool.dispatcher.now().as_micros())));
+            let steps = clock_start.saturating_add(facts.boosted_arrival) / micros(field.unit).max(1);
+            self.prompt.set_priority(&mut splices, if field.lower_first { steps } else { -steps });
+        }
+        splices.apply(&self.held.bytes)
+    }
+
+    /// The request as this backend is to get it.
+    fn request(&self, target: &Target, payload: Payload) -> Request<Payload> {
+        let settings = target.backend.settings();
+        let mut request = Request::new(payload);
+        *request.method_mut() = self.head.method.clone();
+        *request.uri_mut() = upstream_uri(&settings.url.prefix, &self.head.uri);
+        let headers = request.headers_mut();
+        headers.clone_from(&self.head.headers);
+        headers.insert(HOST, target.connections.host().clone());
+        if let Some(key) = &settings.api_key
+            && let Ok(mut bearer) = HeaderValue::try_from(format!("Bearer {}", key.expose()))
+        {
+            bearer.set_sensitive(true);
+            headers.insert(AUTHORIZATION, bearer);
+        }
+        if headers.contains_key(headers::CONVERSATION_ID) && target.backend.engine() == Some(EngineKind::LlamaCpp) {
+            headers.remove(headers::CONVERSATION_ID);
+        }
+        request
+    }
+}
+
+/// The dialect of a request that can be routed.
+fn dialect(head: &Parts) -> Result<Api, Failure> {
+    let path = head.uri.path();
+    let api = Api::of(path).filter(|_| !climbs(path)).ok_or_else(|| Failure::UnknownPath(path.to_owned()))?;
+    if api.is_scored() && head.method != Method::POST {
+        return Err(Failure::WrongMethod { path: path.to_owned(), allowed: "POST" });
+    }
+    Ok(api)
+}
+
+/// Whether a path has segments that a server behind us might resolve to a place that was not asked for.
+fn climbs(path: &str) -> bool {
+    path.split(['/', '\\']).any(|segment| matches!(segment.to_ascii_lowercase().replace("%2e", ".").as_str(), "." | ".."))
+}
+
+/// Reads the body, or what stands for it.
+async fn read_prompt(api: Api, head: &Parts, body: &Bytes) -> Result<Prompt, BadBody> {
+    if !api.is_scored() {
+        if has_type(&head.headers, "multipart/form-data") {
+            let content_type = head.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+            return Ok(Prompt::of_model(api::model_field(content_type, body)?, body.len()));
+        }
+        if body.is_empty() {
+            let named = head.uri.query().and_then(|query| query.split('&').find_map(|pair| pair.strip_prefix("model=")));
+            return Ok(Prompt::of_model(named.ok_or(BadBody::Missing("model"))?.to_owned(), 0));
+        }
+    }
+    if body.len() <= PARSED_APART {
+        return api::parse(api, body);
+    }
+    let body = body.clone();
+    match tokio::task::spawn_blocking(move || api::parse(api, &body)).await {
+        Ok(prompt) => prompt,
+        Err(panic) => std::panic::resume_unwind(panic.into_panic()),
+    }
+}
+
+/// Asks the ranker, which answers within its deadline whatever happens.
+async fn score(live: &Live, prompt: &mut Prompt, account: &mut Account) -> Option<Scored> {
+    let opinion = live.ranker.score(std::mem::take(&mut prompt.text)).await;
+    account.scored(&opinion);
+    match opinion {
+        Opinion::Scored(scored) => Some(scored),
+        Opinion::Neutral(_) => None,
+    }
+}
+
+/// What a backend's status says of the backend and of the slot.
+fn judge(status: StatusCode) -> (Observation, Ending) {
+    match status {
+        StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => (Observation::Pushback, Ending::Pushback),
+        status if status.is_server_error() => (Observation::ServerError, Ending::Failed { output: 0 }),
+        status if status.is_client_error() => (Observation::Answered, Ending::Refused),
+        _ => (Observation::Answered, Ending::Uncounted),
+    }
+}
+
+/// Reads an answer of one JSON document, if it is not too long for that, and what it says of its length.
+async fn whole(upstream: &mut Paced, account: &mut Account) -> Result<Option<(Bytes, Ending)>, Failure> {
+    let Some(bytes) = upstream.whole(MOST_READ).await? else { return Ok(None) };
+    match read_answer(&bytes, account.model()) {
+        Some((seen, bytes)) => {
+            account.tokens(&seen);
+            Ok(Some((bytes, ending_of(&seen))))
+        }
+        // Where the connection's end is the body's end, half a document is all that a cut shows.
+        None if upstream.is_until_close() => Err(Failure::CutShort),
+        None => Ok(Some((bytes, Ending::Uncounted))),
+    }
+}
+
+/// Says in headers how the request fared here.
+fn explain(headers: &mut HeaderMap, routed: &Routed<'_>, target: &Target, account: &Account) {
+    headers.insert(BACKEND, target.connections.host().clone());
+    headers.insert(QUEUE_MS, HeaderValue::from(u64::try_from(account.queued().as_millis()).unwrap_or(u64::MAX)));
+    if let Some(score) = account.score().and_then(|score| HeaderValue::try_from(format!("{score:.4}")).ok()) {
+        headers.insert(SCORE, score);
+    }
+    if let Ok(policy) = HeaderValue::from_str(&routed.settings.policy.name) {
+        headers.insert(POLICY, policy);
+    }
+}
+
+/// Tells a client why it gets no answer; `body` is what it still sends.
+fn refuse(failure: &Failure, mut account: Account, body: Option<Incoming>) -> Response<ReplyBody> {
+    let (status, reason) = failure.verdict();
+    account.told(status, reason);
+    let mut response = failure.response(account.api(), account.request_id());
+    response.headers_mut().insert(headers::REQUEST_ID, account.request_id_header().clone());
+    response.map(|text| match body {
+        Some(body) if !http_body::Body::is_end_stream(&body) => ReplyBody::lingering(text, body),
+        _ => ReplyBody::Whole(text),
+    })
+}
+
+/// Whether the content type is this one, whatever its parameters.
+fn has_type(headers: &HeaderMap, wanted: &str) -> bool {
+    let value = headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
+    value.get(..wanted.len()).is_some_and(|start| start.eq_ignore_ascii_case(wanted))
+        && !value[wanted.len()..].starts_with(|c: char| c.is_alphanumeric())
+}
+
+/// The path and query behind the backend's prefix.
+fn upstream_uri(prefix: &str, uri: &Uri) -> Uri {
+    let Some(path) = uri.path_and_query() else { return Uri::default() };
+    if prefix.is_empty() {
+        return Uri::from(path.clone());
+    }
+    // The configuration checked the prefix; the path came through a parser.
+    Uri::try_from(format!("{prefix}{path}")).unwrap_or_default()
+}
+
+fn after(start: Instant, span: Duration) -> Instant {
+    start.checked_add(span).unwrap_or(start + FAR)
+}
+
+fn micros(span: Duration) -> i64 {
+    i64::try_from(span.as_micros()).unwrap_or(i64::MAX)
+}

@@ -43,8 +43,10 @@ const STREAMS: u32 = 256;
 const PING: Duration = Duration::from_secs(30);
 /// The least hyper takes as a buffer for a head.
 const LEAST_HEAD: usize = 8 << 10;
-/// How long kept connections still get an answer after the sockets were handed over, each with `connection: close`.
+/// How long connections are accepted and kept ones answered after the socket was handed over, each answer with `connection: close`.
 const LEAVING: Duration = Duration::from_secs(5);
+/// How long a connection that comes during a drain may take to begin, and a stream that is cut to say so.
+const LATE: Duration = Duration::from_secs(1);
 
 /// What answers the requests.
 pub trait Handler: Send + Sync + 'static {
@@ -59,6 +61,9 @@ pub trait Handler: Send + Sync + 'static {
 
     /// Waits until nothing runs any more, at most `within`.
     fn drained(&self, within: Duration) -> impl Future<Output = ()> + Send;
+
+    /// The time is over: what still runs shall end now, and say so.
+    fn cut(&self);
 }
 
 /// Why the server does not start.
@@ -157,7 +162,7 @@ impl Server {
 }
 
 /// Where a connection stands in the server's life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 enum Phase {
     /// Business as usual.
     Serving,
@@ -165,6 +170,8 @@ enum Phase {
     Leaving,
     /// Connections end with their last answer, idle ones at once.
     Closing,
+    /// What still runs ends now.
+    Cutting,
 }
 
 /// pingora's service with a socket that is already open and an end of its own.
@@ -199,7 +206,7 @@ impl<A: ServerApp + Send + Sync + 'static> pingora::services::Service for Servic
 /// Serves each accepted connection.
 struct App<H> {
     handler: Arc<H>,
-    /// Every connection that was there before the end holds a receiver: when all are gone, the server may end.
+    /// Every connection holds a receiver: when all are gone, the server may end.
     phase: Arc<watch::Sender<Phase>>,
     edge: Edge,
 }
@@ -207,24 +214,23 @@ struct App<H> {
 #[async_trait]
 impl<H: Handler> ServerApp for App<H> {
     async fn process_new(self: &Arc<Self>, stream: Stream, _shutdown: &ShutdownWatch) -> Option<Stream> {
-        let phase = *self.phase.borrow();
-        let watch = (phase == Phase::Serving).then(|| self.phase.subscribe());
-        self.serve(stream, watch).await;
+        self.serve(stream, self.phase.subscribe()).await;
         None
     }
 }
 
 impl<H: Handler> App<H> {
-    /// Serves one connection to its end. `phase` is none for one that came during the end: it gets one answer.
-    async fn serve(&self, stream: Stream, phase: Option<watch::Receiver<Phase>>) {
+    /// Serves one connection to its end.
+    async fn serve(&self, stream: Stream, phase: watch::Receiver<Phase>) {
         let vitals = Arc::<Vitals>::default();
-        let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), self.edge.head_timeout).await else { return };
+        let patience = if *phase.borrow() < Phase::Closing { self.edge.head_timeout } else { self.edge.head_timeout.min(LATE) };
+        let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), patience).await else { return };
         let protocol = downstream.protocol();
         let io = TokioIo::new(downstream);
         let (handler, counted, closing) = (Arc::clone(&self.handler), Arc::clone(&vitals), phase.clone());
         let service = service_fn(move |request: Request<Incoming>| {
             let (handler, in_progress) = (Arc::clone(&handler), counted.begin());
-            let last = closing.as_ref().is_none_or(|phase| *phase.borrow() != Phase::Serving) && request.version() <= Version::HTTP_11;
+            let last = *closing.borrow() != Phase::Serving && request.version() <= Version::HTTP_11;
             async move {
                 let mut response = handler.handle(request).await;
                 if last {
@@ -255,23 +261,26 @@ impl<H: Handler> App<H> {
     }
 }
 
-/// Polls a connection to its end, and asks it to end when it is idle for too long or the server is closing. The server waits for `phase` to be dropped.
-async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, phase: Option<watch::Receiver<Phase>>) {
+/// Polls a connection to its end, and asks it to end when it is idle for too long or the server is closing.
+async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, phase: watch::Receiver<Phase>) {
+    // One that came while the server was closing gets one answer and ends with it.
+    let mut told = *phase.borrow() >= Phase::Closing;
+    let (mut closes, mut cuts) = (phase.clone(), phase.clone());
     let mut connection = pin!(connection);
-    let mut closing = pin!(async {
-        match phase.clone() {
-            // The sender outlives every connection.
-            Some(mut phase) => drop(phase.wait_for(|phase| *phase == Phase::Closing).await),
-            None => std::future::pending().await,
-        }
-    });
-    // The first look leaves a waker; later ones are worth their lock only after a change.
-    let (mut look, mut told) = (true, false);
+    let mut closing = pin!(closes.wait_for(|phase| *phase >= Phase::Closing));
+    let mut cutting = pin!(cuts.wait_for(|phase| *phase == Phase::Cutting));
+    // The first look leaves a waker; later ones are worth their locks only after a change.
+    let mut look = true;
     std::future::poll_fn(|cx| {
-        look |= phase.as_ref().is_some_and(|phase| phase.has_changed().unwrap_or(true));
-        if !told && std::mem::take(&mut look) && closing.as_mut().poll(cx).is_ready() {
-            told = true;
-            connection.as_mut().graceful_shutdown();
+        // The sender outlives every connection.
+        look |= phase.has_changed().unwrap_or(true);
+        if std::mem::take(&mut look) {
+            if !told && closing.as_mut().poll(cx).is_ready() {
+                told = true;
+                connection.as_mut().graceful_shutdown();
+            }
+            // It is the handler that cuts; here the connection only has to look.
+            let _ = cutting.as_mut().poll(cx);
         }
         // How a connection ended says nothing that its requests have not said.
         if connection.as_mut().poll(cx).is_ready() {
@@ -362,6 +371,9 @@ impl<H: Handler> Shutdown<H> {
         let finished = async { tokio::join!(self.phase.closed(), self.handler.drained(self.drain)) };
         if tokio::time::timeout(self.drain, finished).await.is_err() {
             tracing::warn!(seconds = self.drain.as_secs(), connections = self.phase.receiver_count(), "not everything finished in time");
+            self.handler.cut();
+            self.phase.send_replace(Phase::Cutting);
+            let _ = tokio::time::timeout(LATE, self.phase.closed()).await;
         }
     }
 
@@ -384,16 +396,14 @@ impl<H: Handler> Shutdown<H> {
         }
     }
 
-    /// Another process has the listening socket: finish what is here.
+    /// Another process has the listening socket too: finish what is here.
     async fn leave(&self) {
         tracing::info!("the listening socket was handed over; finishing what is open");
-        self.accepting.send_replace(true);
         self.phase.send_replace(Phase::Leaving);
-        if tokio::time::timeout(LEAVING, self.phase.closed()).await.is_err() {
-            self.phase.send_replace(Phase::Closing);
-            // A deadline that passed is told by the same warning as in a drain.
-            self.drain().await;
-        }
+        // The other process may still be getting ready: until then connections are accepted here too.
+        tokio::time::sleep(LEAVING).await;
+        self.accepting.send_replace(true);
+        self.drain().await;
     }
 }
 

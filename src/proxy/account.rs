@@ -1,0 +1,221 @@
+//! What is known of one request, from its head to its end; told to telemetry when it is dropped, once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::request::Parts;
+use http::{HeaderValue, Method, StatusCode, Uri};
+use tokio::time::Instant;
+
+use super::api::Api;
+use super::stream::Seen;
+use crate::config::Pool;
+use crate::fleet::Observation;
+use crate::gateway::{Gateway, Target};
+use crate::ranker::{Neutral, Opinion};
+use crate::scheduler::Facts;
+use crate::telemetry::{self, Outcome};
+
+/// What a client that left is called, here and in nginx's log.
+const CLIENT_LEFT: (u16, &str) = (499, "client_left");
+
+/// One request's story so far. Until something else is said, its client has left.
+pub struct Account {
+    gateway: Arc<Gateway>,
+    started: Instant,
+    method: Method,
+    uri: Uri,
+    request_id: HeaderValue,
+    api: Api,
+    model: String,
+    pool: Option<Arc<Pool>>,
+    target: Option<Arc<Target>>,
+    queued: Option<Duration>,
+    first_token: Option<Duration>,
+    score: Option<f32>,
+    scoring: Option<&'static str>,
+    aged: bool,
+    stolen: bool,
+    attempts: u32,
+    prompt_tokens: Option<u32>,
+    output_tokens: u32,
+    status: u16,
+    reason: &'static str,
+    /// The backend's answer and what its status is called.
+    answer: (u16, &'static str),
+}
+
+impl Account {
+    /// A request whose head has come.
+    pub fn open(gateway: &Arc<Gateway>, head: &Parts, request_id: HeaderValue) -> Account {
+        Account {
+            gateway: Arc::clone(gateway),
+            started: Instant::now(),
+            method: head.method.clone(),
+            uri: head.uri.clone(),
+            request_id,
+            api: Api::Other,
+            model: String::new(),
+            pool: None,
+            target: None,
+            queued: None,
+            first_token: None,
+            score: None,
+            scoring: None,
+            aged: false,
+            stolen: false,
+            attempts: 0,
+            prompt_tokens: None,
+            output_tokens: 0,
+            status: CLIENT_LEFT.0,
+            reason: CLIENT_LEFT.1,
+            answer: CLIENT_LEFT,
+        }
+    }
+
+    /// When its head came.
+    pub fn started(&self) -> Instant {
+        self.started
+    }
+
+    /// Its id as text.
+    pub fn request_id(&self) -> &str {
+        // It was made here, or looked at as text before it was kept.
+        self.request_id.to_str().unwrap_or_default()
+    }
+
+    /// Its id as a header.
+    pub fn request_id_header(&self) -> &HeaderValue {
+        &self.request_id
+    }
+
+    pub fn api(&self) -> Api {
+        self.api
+    }
+
+    pub fn speaks(&mut self, api: Api) {
+        self.api = api;
+    }
+
+    pub fn asks_for(&mut self, model: String) {
+        self.model = model;
+    }
+
+    /// The model as the client named it.
+    pub fn model(&self) -> &str {
+        &self.model
+    }
+
+    pub fn goes_to(&mut self, pool: &Arc<Pool>) {
+        self.pool = Some(Arc::clone(pool));
+    }
+
+    pub fn scored(&mut self, opinion: &Opinion) {
+        self.scoring = Some(match opinion {
+            Opinion::Scored(scored) => {
+                self.score = Some(scored.score.get());
+                "scored"
+            }
+            Opinion::Neutral(Neutral::Off) => "off",
+            Opinion::Neutral(Neutral::Deadline) => "deadline",
+            Opinion::Neutral(Neutral::Busy) => "busy",
+            Opinion::Neutral(Neutral::Failed) => "failed",
+        });
+    }
+
+    /// It waited this long for a slot, in addition to earlier waits.
+    pub fn waited(&mut self, wait: Duration) {
+        *self.queued.get_or_insert_default() += wait;
+    }
+
+    /// It is sent to a backend.
+    pub fn released(&mut self, target: &Arc<Target>, facts: Facts) {
+        self.target = Some(Arc::clone(target));
+        (self.aged, self.stolen) = (facts.aged, facts.stolen);
+        self.attempts += 1;
+    }
+
+    /// How long it waited for slots.
+    pub fn queued(&self) -> Duration {
+        self.queued.unwrap_or_default()
+    }
+
+    pub fn score(&self) -> Option<f32> {
+        self.score
+    }
+
+    /// The backend that it was sent to last learns how that went.
+    pub fn observe(&self, observation: Observation) {
+        if let Some(target) = &self.target {
+            target.backend.observe(observation);
+        }
+    }
+
+    /// The backend's answer has begun.
+    pub fn answered(&mut self, status: StatusCode) {
+        self.answer = (
+            status.as_u16(),
+            match status {
+                StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => "backend_busy",
+                status if status.is_server_error() => "backend_error",
+                status if status.is_client_error() => "backend_refused",
+                _ => "ok",
+            },
+        );
+    }
+
+    /// The first token has come, if it has not before.
+    pub fn first_token(&mut self) {
+        if self.first_token.is_none() {
+            self.first_token = Some(self.started.elapsed());
+        }
+    }
+
+    /// What the answer told of its tokens.
+    pub fn tokens(&mut self, seen: &Seen) {
+        self.output_tokens = seen.output();
+        self.prompt_tokens = seen.prompt_tokens;
+    }
+
+    /// The backend's answer is complete.
+    pub fn succeeded(&mut self) {
+        (self.status, self.reason) = self.answer;
+    }
+
+    /// The backend's answer ended in this way after it had begun.
+    pub fn ended(&mut self, reason: &'static str) {
+        (self.status, self.reason) = (self.answer.0, reason);
+    }
+
+    /// The gateway answered itself.
+    pub fn told(&mut self, status: StatusCode, reason: &'static str) {
+        (self.status, self.reason) = (status.as_u16(), reason);
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        let backend = self.target.as_ref().map(|target| target.connections.host());
+        let outcome = Outcome {
+            request_id: self.request_id(),
+            method: self.method.as_str(),
+            path: self.uri.path(),
+            model: &self.model,
+            pool: self.pool.as_ref().map(|pool| pool.name.as_str()),
+            backend: backend.and_then(|host| host.to_str().ok()),
+            status: self.status,
+            reason: self.reason,
+            queued: self.queued,
+            first_token: self.first_token,
+            total: self.started.elapsed(),
+            prompt_tokens: self.prompt_tokens,
+            output_tokens: self.output_tokens,
+            score: self.score,
+            scoring: self.scoring,
+            aged: self.aged,
+            stolen: self.stolen,
+            retries: self.attempts.saturating_sub(1),
+        };
+        telemetry::record(&outcome, &self.gateway.metrics);
+    }
+}

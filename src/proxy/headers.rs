@@ -1,0 +1,134 @@
+//! Headers that end here, in both directions.
+
+use std::hash::{BuildHasher, RandomState};
+
+use http::header::{
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
+    PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
+};
+
+/// Names a request end to end.
+pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// Makes llama.cpp go on with a request whose client has left.
+pub const CONVERSATION_ID: HeaderName = HeaderName::from_static("x-conversation-id");
+
+const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
+const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
+/// Anthropic's and Azure's names of a client's key.
+const API_KEYS: [HeaderName; 2] = [HeaderName::from_static("x-api-key"), HeaderName::from_static("api-key")];
+/// The longest id that is kept from a client.
+const LONGEST_ID: usize = 128;
+
+/// Takes out what belongs to one hop (RFC 9110, 7.6.1), also what `connection` names.
+fn strip_hop(headers: &mut HeaderMap) {
+    if headers.contains_key(CONNECTION) {
+        let named: Vec<HeaderName> = headers
+            .get_all(CONNECTION)
+            .iter()
+            .filter_map(|value| value.to_str().ok())
+            .flat_map(|value| value.split(','))
+            .filter_map(|name| HeaderName::try_from(name.trim()).ok())
+            .collect();
+        for name in named {
+            headers.remove(name);
+        }
+        headers.remove(CONNECTION);
+    }
+    for name in [KEEP_ALIVE, PROXY_CONNECTION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE] {
+        headers.remove(name);
+    }
+}
+
+/// Makes a client's headers fit to be sent to a backend: nothing of the hop, no credentials, and what the connection sets itself.
+pub fn strip_request(headers: &mut HeaderMap, is_read: bool) {
+    strip_hop(headers);
+    for name in [HOST, CONTENT_LENGTH, EXPECT, AUTHORIZATION, PROXY_AUTHORIZATION, COOKIE] {
+        headers.remove(name);
+    }
+    for name in API_KEYS {
+        headers.remove(name);
+    }
+    if is_read {
+        // What is compressed cannot be read on its way.
+        headers.remove(ACCEPT_ENCODING);
+    }
+}
+
+/// Makes a backend's headers fit to be sent to a client.
+pub fn strip_response(headers: &mut HeaderMap) {
+    strip_hop(headers);
+    headers.remove(PROXY_AUTHENTICATE);
+}
+
+/// The client's own id if it has a plain one, otherwise a new one. New ones are all equally long, since SGLang aborts by prefix.
+pub fn request_id(headers: &HeaderMap) -> HeaderValue {
+    match headers.get(REQUEST_ID) {
+        Some(id) if !id.is_empty() && id.len() <= LONGEST_ID && id.to_str().is_ok() => id.clone(),
+        _ => {
+            let random = || RandomState::new().hash_one(());
+            let id = format!("{:016x}{:016x}", random(), random());
+            // Hexadecimal digits are a header value.
+            HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("0"))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(pairs: &[(&'static str, &'static str)]) -> HeaderMap {
+        pairs.iter().map(|&(name, value)| (HeaderName::from_static(name), HeaderValue::from_static(value))).collect()
+    }
+
+    fn names(headers: &HeaderMap) -> Vec<&str> {
+        let mut names: Vec<_> = headers.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+
+    #[test]
+    fn what_belongs_to_a_hop_or_a_client_stays_behind() {
+        let mut headers = map(&[
+            ("host", "me"),
+            ("connection", "close, X-Mine , keep-alive"),
+            ("connection", "x-other"),
+            ("x-mine", "1"),
+            ("x-other", "2"),
+            ("keep-alive", "5"),
+            ("transfer-encoding", "chunked"),
+            ("te", "trailers"),
+            ("upgrade", "h2c"),
+            ("expect", "100-continue"),
+            ("content-length", "5"),
+            ("authorization", "Bearer secret"),
+            ("x-api-key", "secret"),
+            ("api-key", "secret"),
+            ("cookie", "secret"),
+            ("accept-encoding", "gzip"),
+            ("content-type", "application/json"),
+            ("traceparent", "00-x"),
+            ("anthropic-version", "2023-06-01"),
+        ]);
+        let mut unread = headers.clone();
+        strip_request(&mut headers, true);
+        assert_eq!(names(&headers), ["anthropic-version", "content-type", "traceparent"]);
+        strip_request(&mut unread, false);
+        assert!(unread.contains_key(ACCEPT_ENCODING));
+
+        let mut headers =
+            map(&[("connection", "x-mine"), ("x-mine", "1"), ("transfer-encoding", "chunked"), ("content-length", "5"), ("retry-after", "1")]);
+        strip_response(&mut headers);
+        assert_eq!(names(&headers), ["content-length", "retry-after"]);
+    }
+
+    #[test]
+    fn ids_are_kept_or_made() {
+        assert_eq!(request_id(&map(&[("x-request-id", "mine-1")])), "mine-1");
+        let (a, b) = (request_id(&map(&[])), request_id(&map(&[("x-request-id", "")])));
+        assert_ne!(a, b);
+        assert_eq!((a.len(), b.len()), (32, 32));
+        let long = HeaderMap::from_iter([(REQUEST_ID, HeaderValue::try_from("x".repeat(129)).unwrap())]);
+        assert_eq!(request_id(&long).len(), 32);
+    }
+}

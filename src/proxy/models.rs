@@ -1,0 +1,57 @@
+//! The list of models: answered here, also while backends are down.
+
+use bytes::Bytes;
+use http::header::{CONTENT_TYPE, HeaderValue};
+use http::request::Parts;
+use http::{Method, Response};
+use serde_json::{Value, json};
+
+use super::response::Failure;
+use crate::config::near;
+use crate::gateway::Live;
+
+const LIST: &str = "/v1/models";
+
+/// The answer to a request for the list or for one model of it; `None` if it asks for something else.
+pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failure>> {
+    let rest = head.uri.path().strip_prefix(LIST)?;
+    let wanted = match rest.strip_prefix('/') {
+        None if rest.is_empty() => None,
+        None => return None,
+        Some(name) => Some(name).filter(|name| !name.is_empty()),
+    };
+    if head.method != Method::GET {
+        return Some(Err(Failure::WrongMethod { path: LIST.to_owned(), allowed: "GET" }));
+    }
+    // Clients of both APIs ask at the same path.
+    let entry = if head.headers.contains_key("anthropic-version") { anthropic } else { openai };
+    let names = live.model_names();
+    let document = match wanted {
+        None => {
+            let data: Vec<Value> = names.iter().map(|name| entry(name)).collect();
+            json!({"object": "list", "data": data, "has_more": false, "first_id": names.first(), "last_id": names.last()})
+        }
+        Some(name) => match names.iter().find(|known| *known == name) {
+            Some(name) => entry(name),
+            None => return Some(Err(unknown(live, name))),
+        },
+    };
+    let mut response = Response::new(Bytes::from(document.to_string()));
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    Some(Ok(response))
+}
+
+/// A model that nobody here serves, and the names that it may have meant.
+pub fn unknown(live: &Live, model: &str) -> Failure {
+    let names = live.model_names();
+    let near = near(model, names.iter().map(String::as_str)).into_iter().map(str::to_owned).collect();
+    Failure::UnknownModel { model: model.to_owned(), near }
+}
+
+fn openai(name: &str) -> Value {
+    json!({"id": name, "object": "model", "created": 0, "owned_by": "headway"})
+}
+
+fn anthropic(name: &str) -> Value {
+    json!({"id": name, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"})
+}

@@ -1,0 +1,300 @@
+//! An answer on its way to the client, and everything that the request still holds meanwhile: its slot, its upstream connection, its account.
+//! Whatever ends it, dropping it settles all of them.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::{Bytes, BytesMut};
+use http_body::{Body, Frame, SizeHint};
+use hyper::body::Incoming;
+use tokio::time::{Instant, Sleep};
+
+use super::account::Account;
+use super::response::Failure;
+use super::stream::{Finish, Observer, Seen};
+use super::upstream::{AnswerBody, UpstreamError};
+use crate::dispatcher::Permit;
+use crate::fleet::Observation;
+use crate::scheduler::Ending;
+
+/// Bytes of a refused body that are still read, so that its sender gets to see the refusal.
+const LINGER_BYTES: u64 = 64 << 20;
+/// How long a refused body is still read.
+const LINGER: Duration = Duration::from_secs(10);
+
+/// The body of every answer.
+pub enum ReplyBody {
+    /// In one piece.
+    Whole(Bytes),
+    /// A refusal while the client still sends: what it sends is read and thrown away, since closing on it would take the refusal with it.
+    Lingering(Box<Lingering>),
+    /// From a backend.
+    Streaming(Box<Reply>),
+}
+
+/// The answer broke off: the client must not take it for a whole one.
+#[derive(Debug, thiserror::Error)]
+#[error("the answer broke off")]
+pub struct BrokenOff;
+
+/// A refusal and the body it refuses.
+pub struct Lingering {
+    text: Bytes,
+    request: Incoming,
+    left: u64,
+    until: Pin<Box<Sleep>>,
+}
+
+impl ReplyBody {
+    /// A refusal of a request whose body has not been read.
+    pub fn lingering(text: Bytes, request: Incoming) -> ReplyBody {
+        ReplyBody::Lingering(Box::new(Lingering { text, request, left: LINGER_BYTES, until: Box::pin(tokio::time::sleep(LINGER)) }))
+    }
+}
+
+impl Body for ReplyBody {
+    type Data = Bytes;
+    type Error = BrokenOff;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
+        match &mut *self {
+            ReplyBody::Whole(bytes) if bytes.is_empty() => Poll::Ready(None),
+            ReplyBody::Whole(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+            ReplyBody::Lingering(lingering) => lingering.poll_frame(cx).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes)))),
+            ReplyBody::Streaming(reply) => reply.poll_frame(cx).map(|bytes| bytes.map(|bytes| bytes.map(Frame::data))),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        matches!(self, ReplyBody::Whole(bytes) if bytes.is_empty())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            ReplyBody::Whole(bytes) => SizeHint::with_exact(bytes.len() as u64),
+            ReplyBody::Lingering(_) => SizeHint::default(),
+            ReplyBody::Streaming(reply) => reply.length().map_or_else(SizeHint::default, SizeHint::with_exact),
+        }
+    }
+}
+
+impl Lingering {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Bytes>> {
+        if !self.text.is_empty() {
+            return Poll::Ready(Some(std::mem::take(&mut self.text)));
+        }
+        while self.left > 0 {
+            match Pin::new(&mut self.request).poll_frame(cx) {
+                Poll::Ready(Some(Ok(frame))) => self.left = self.left.saturating_sub(frame.data_ref().map_or(0, |data| data.len() as u64)),
+                Poll::Ready(_) => return Poll::Ready(None),
+                Poll::Pending => {
+                    ready!(self.until.as_mut().poll(cx));
+                    return Poll::Ready(None);
+                }
+            }
+        }
+        Poll::Ready(None)
+    }
+}
+
+/// The body of a backend's answer, held to its time limits.
+pub struct Paced {
+    /// Read already, not handed on yet.
+    begun: Bytes,
+    body: AnswerBody,
+    limits: Pace,
+    /// When bytes came last.
+    last: Instant,
+    /// Fires when a limit may be over; its deadline is only ever too early.
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+/// Limits of an answer that has begun.
+#[derive(Clone, Copy, Debug)]
+pub struct Pace {
+    pub inter_chunk: Duration,
+    /// When the request as a whole has taken too long, and how long that is.
+    pub total: (Instant, Duration),
+}
+
+impl Paced {
+    pub fn new(body: AnswerBody, limits: Pace) -> Paced {
+        Paced { begun: Bytes::new(), body, limits, last: Instant::now(), timer: None }
+    }
+
+    /// As of [`AnswerBody::is_until_close`].
+    pub fn is_until_close(&self) -> bool {
+        self.body.is_until_close()
+    }
+
+    /// Bytes still to come, where the backend said it.
+    fn length(&self) -> Option<u64> {
+        Some(self.body.length()? + self.begun.len() as u64)
+    }
+
+    /// The whole body, if it is not longer than `limit` bytes; `None` if it is, and then nothing of it is lost.
+    pub async fn whole(&mut self, limit: usize) -> Result<Option<Bytes>, Failure> {
+        let mut first = Bytes::new();
+        let mut all = BytesMut::new();
+        while let Some(chunk) = std::future::poll_fn(|cx| self.poll_chunk(cx)).await {
+            let chunk = chunk?;
+            if first.is_empty() {
+                first = chunk;
+            } else {
+                if all.is_empty() {
+                    all.extend_from_slice(&first);
+                }
+                all.extend_from_slice(&chunk);
+            }
+            if first.len().max(all.len()) > limit {
+                self.begun = if all.is_empty() { first } else { all.freeze() };
+                return Ok(None);
+            }
+        }
+        Ok(Some(if all.is_empty() { first } else { all.freeze() }))
+    }
+
+    /// The next bytes; `None` at the end.
+    pub fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, Failure>>> {
+        if !self.begun.is_empty() {
+            return Poll::Ready(Some(Ok(std::mem::take(&mut self.begun))));
+        }
+        if let Poll::Ready(chunk) = self.body.poll_chunk(cx) {
+            self.last = Instant::now();
+            return Poll::Ready(chunk.map(|chunk| {
+                chunk.map_err(|error| match error {
+                    UpstreamError::Broken(_) => Failure::CutShort,
+                    other => Failure::Upstream(other),
+                })
+            }));
+        }
+        let (total, within) = self.limits.total;
+        let until = self.last.checked_add(self.limits.inter_chunk).map_or(total, |until| until.min(total));
+        let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+        loop {
+            ready!(timer.as_mut().poll(cx));
+            let now = Instant::now();
+            if now < until {
+                timer.as_mut().reset(until);
+            } else {
+                return Poll::Ready(Some(Err(if now < total { Failure::InterChunk(self.limits.inter_chunk) } else { Failure::Total(within) })));
+            }
+        }
+    }
+}
+
+/// A streamed answer: the one guard of a request from its backend's first byte on.
+pub struct Reply {
+    /// Gone when the backend has nothing more to say.
+    upstream: Option<Paced>,
+    /// Reads an answer that is a stream of events and scored.
+    observer: Option<Observer>,
+    /// How the slot is given back if all goes well and nothing better is learnt.
+    ending: Ending,
+    permit: Option<Permit>,
+    /// Set when the process cuts what it cannot wait for.
+    cut: Arc<AtomicBool>,
+    account: Account,
+}
+
+impl Reply {
+    pub fn new(upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, cut: Arc<AtomicBool>, account: Account) -> Reply {
+        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), cut, account }
+    }
+
+    /// The length of what is still to come, where nothing is changed on the way.
+    fn length(&self) -> Option<u64> {
+        let upstream = self.upstream.as_ref()?;
+        if self.observer.is_some() { None } else { upstream.length() }
+    }
+
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, BrokenOff>>> {
+        loop {
+            let Some(upstream) = &mut self.upstream else { return Poll::Ready(None) };
+            if self.cut.load(Ordering::Relaxed) {
+                return Poll::Ready(self.failed(&Failure::ShuttingDown));
+            }
+            match ready!(upstream.poll_chunk(cx)) {
+                Some(Ok(chunk)) => {
+                    let Some(observer) = &mut self.observer else { return Poll::Ready(Some(Ok(chunk))) };
+                    let out = observer.feed(chunk);
+                    let output = observer.seen().output();
+                    if output > 0 {
+                        self.account.first_token();
+                    }
+                    if let Some(permit) = &mut self.permit {
+                        permit.progress(output);
+                    }
+                    if !out.is_empty() {
+                        return Poll::Ready(Some(Ok(out)));
+                    }
+                }
+                Some(Err(failure)) => return Poll::Ready(self.failed(&failure)),
+                None => {
+                    let proves_nothing = upstream.is_until_close();
+                    let rest = self.observer.as_mut().map(Observer::end).unwrap_or_default();
+                    let seen = self.observer.as_ref().map(|observer| *observer.seen());
+                    if proves_nothing && seen.is_some_and(|seen| !seen.done && seen.finish.is_none()) {
+                        return Poll::Ready(self.failed(&Failure::CutShort));
+                    }
+                    self.complete(seen);
+                    return Poll::Ready((!rest.is_empty()).then_some(Ok(rest)));
+                }
+            }
+        }
+    }
+
+    /// The backend has said all it has to say.
+    fn complete(&mut self, seen: Option<Seen>) {
+        self.upstream = None;
+        let ending = match seen {
+            Some(seen) => {
+                self.account.tokens(&seen);
+                ending_of(&seen)
+            }
+            None => self.ending,
+        };
+        match ending {
+            Ending::Failed { .. } if seen.is_some() => self.account.ended("error_in_stream"),
+            _ => self.account.succeeded(),
+        }
+        if let Some(permit) = self.permit.take() {
+            permit.finish(ending);
+        }
+    }
+
+    /// The answer cannot be finished: says so in a way that cannot be taken for its end.
+    fn failed(&mut self, failure: &Failure) -> Option<Result<Bytes, BrokenOff>> {
+        self.upstream = None;
+        let seen = self.observer.take().map(|observer| *observer.seen());
+        if let Some(seen) = &seen {
+            self.account.tokens(seen);
+        }
+        if matches!(failure, Failure::CutShort) {
+            self.account.observe(Observation::Transport);
+        }
+        self.account.ended(failure.verdict().1);
+        let output = seen.map_or(0, |seen| seen.output());
+        if let Some(permit) = self.permit.take() {
+            // A shutdown is not the backend's fault: the slot goes back as if the client had left.
+            permit.finish(if matches!(failure, Failure::ShuttingDown) { Ending::Cancelled { output } } else { Ending::Failed { output } });
+        }
+        Some(match seen {
+            Some(_) => Ok(failure.event(self.account.api(), self.account.request_id())),
+            None => Err(BrokenOff),
+        })
+    }
+}
+
+/// What a complete answer that was read says about its length.
+pub fn ending_of(seen: &Seen) -> Ending {
+    let (output, prompt) = (seen.output(), seen.prompt_tokens);
+    match seen.finish {
+        _ if seen.error => Ending::Failed { output },
+        Some(Finish::Truncated) => Ending::Truncated { output, prompt },
+        Some(Finish::Stopped) | None => Ending::Completed { output, prompt },
+    }
+}

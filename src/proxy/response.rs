@@ -1,0 +1,291 @@
+//! What a client is told when there is no answer from a backend: the only place with status codes.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{ALLOW, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER};
+use http::{Response, StatusCode};
+use serde_json::json;
+
+use super::api::{Api, BadBody};
+use super::body::BodyError;
+use super::upstream::UpstreamError;
+use crate::dispatcher::Rejection;
+use crate::scheduler::Reason;
+
+/// Says in one word why a request was refused or failed.
+pub const REASON: HeaderName = HeaderName::from_static("x-headway-reason");
+
+/// Why a client gets no answer, or no whole one. Its text is for the client: it names no backend and no secret.
+#[derive(Debug, thiserror::Error)]
+pub enum Failure {
+    #[error("{0}")]
+    BadBody(#[from] BadBody),
+    #[error("{0}")]
+    Body(#[from] BodyError),
+    #[error("there is nothing at {0}")]
+    UnknownPath(String),
+    #[error("{path} is answered to {allowed} only")]
+    WrongMethod { path: String, allowed: &'static str },
+    #[error("the model `{model}` is not served here{}", suggestion(near))]
+    UnknownModel { model: String, near: Vec<String> },
+    #[error("{}", rejection(.0))]
+    Rejected(Rejection),
+    #[error("the request waited in the queue until its time was over")]
+    TotalInQueue { retry_after: u32 },
+    /// The last of the attempts that were made.
+    #[error("{}", upstream(.0))]
+    Upstream(#[from] UpstreamError),
+    #[error("the answer stopped: nothing came for {0:?}")]
+    InterChunk(Duration),
+    #[error("the answer was not complete after {0:?}")]
+    Total(Duration),
+    #[error("the answer broke off")]
+    CutShort,
+    #[error("the gateway is shutting down and cannot finish the answer")]
+    ShuttingDown,
+}
+
+fn suggestion(near: &[String]) -> String {
+    if near.is_empty() { String::new() } else { format!("; did you mean `{}`?", near.join("`, `")) }
+}
+
+fn rejection(Rejection { reason, retry_after }: &Rejection) -> String {
+    let why = match reason {
+        Reason::QueueFull => "too many requests wait already",
+        Reason::QueueBytes => "the requests that wait already hold as many bytes as they may",
+        Reason::NoHealthyBackend => "no backend of this model is healthy",
+        Reason::NoOtherBackend => "every backend of this model was tried",
+        Reason::TooLarge => return "the prompt and its output are larger than any backend of this model can hold".to_owned(),
+        Reason::Expired => "the request waited in the queue as long as it may",
+        Reason::Shed => "under the present load the request could not be answered in time",
+        Reason::Draining => "the gateway is shutting down",
+    };
+    format!("{why}; try again in {retry_after} s")
+}
+
+fn upstream(error: &UpstreamError) -> String {
+    match error {
+        UpstreamError::Connect(_) => "the backend cannot be reached".to_owned(),
+        UpstreamError::ConnectTimeout(after) => format!("the backend could not be reached within {after:?} (connect timeout)"),
+        UpstreamError::FirstByteTimeout(after) => format!("the backend sent nothing within {after:?} (first byte timeout)"),
+        UpstreamError::TotalTimeout => "the request was not answered within its total time (total timeout)".to_owned(),
+        UpstreamError::Broken(_) => "the backend broke before it answered".to_owned(),
+    }
+}
+
+impl Failure {
+    /// The status of an answer that has not begun, and the word for metrics, the `code` field and [`REASON`].
+    pub fn verdict(&self) -> (StatusCode, &'static str) {
+        match self {
+            Failure::BadBody(BadBody::Missing(_)) => (StatusCode::BAD_REQUEST, "missing_field"),
+            Failure::BadBody(BadBody::WrongType { .. }) => (StatusCode::BAD_REQUEST, "wrong_type"),
+            Failure::BadBody(_) => (StatusCode::BAD_REQUEST, "invalid_body"),
+            Failure::Body(BodyError::TooLarge { .. }) => (StatusCode::PAYLOAD_TOO_LARGE, "body_too_large"),
+            Failure::Body(BodyError::NoRoom { .. }) => (StatusCode::TOO_MANY_REQUESTS, "body_memory"),
+            Failure::Body(BodyError::Timeout(_)) => (StatusCode::REQUEST_TIMEOUT, "body_timeout"),
+            Failure::Body(BodyError::Broken) => (StatusCode::BAD_REQUEST, "body_broken"),
+            Failure::UnknownPath(_) => (StatusCode::NOT_FOUND, "unknown_path"),
+            Failure::WrongMethod { .. } => (StatusCode::METHOD_NOT_ALLOWED, "wrong_method"),
+            Failure::UnknownModel { .. } => (StatusCode::NOT_FOUND, "model_not_found"),
+            Failure::Rejected(Rejection { reason, .. }) => (status_of(*reason), reason.as_str()),
+            Failure::Upstream(UpstreamError::Connect(_)) => (StatusCode::BAD_GATEWAY, "connect_failed"),
+            Failure::Upstream(UpstreamError::ConnectTimeout(_)) => (StatusCode::GATEWAY_TIMEOUT, "connect_timeout"),
+            Failure::Upstream(UpstreamError::FirstByteTimeout(_)) => (StatusCode::GATEWAY_TIMEOUT, "first_byte_timeout"),
+            Failure::Upstream(UpstreamError::Broken(_)) | Failure::CutShort => (StatusCode::BAD_GATEWAY, "backend_broke"),
+            Failure::InterChunk(_) => (StatusCode::GATEWAY_TIMEOUT, "inter_chunk_timeout"),
+            Failure::TotalInQueue { .. } | Failure::Total(_) | Failure::Upstream(UpstreamError::TotalTimeout) => {
+                (StatusCode::GATEWAY_TIMEOUT, "total_timeout")
+            }
+            Failure::ShuttingDown => (StatusCode::SERVICE_UNAVAILABLE, "draining"),
+        }
+    }
+
+    /// Whether another backend might do better: nothing has reached the client and the time is not over.
+    pub fn is_retriable(&self) -> bool {
+        match self {
+            Failure::Upstream(error) => !matches!(error, UpstreamError::TotalTimeout),
+            Failure::CutShort => true,
+            _ => false,
+        }
+    }
+
+    /// Seconds after which it is worth trying again, where that can be said.
+    fn retry_after(&self) -> Option<u32> {
+        let seconds = match self {
+            Failure::Rejected(Rejection { reason: Reason::TooLarge | Reason::NoOtherBackend, .. }) => return None,
+            Failure::Rejected(rejection) => rejection.retry_after,
+            Failure::TotalInQueue { retry_after } => *retry_after,
+            Failure::Body(BodyError::NoRoom { .. }) | Failure::ShuttingDown => 1,
+            _ => return None,
+        };
+        Some(seconds.max(1))
+    }
+
+    /// The field at fault.
+    fn field(&self) -> Option<&str> {
+        match self {
+            Failure::BadBody(bad) => bad.field(),
+            Failure::UnknownModel { .. } => Some("model"),
+            _ => None,
+        }
+    }
+
+    /// The error object in the shape of the request's dialect.
+    fn document(&self, api: Api, request_id: &str) -> serde_json::Value {
+        let (status, code) = self.verdict();
+        let message = self.to_string();
+        match api {
+            Api::Messages => json!({
+                "type": "error",
+                "error": {"type": anthropic_type(status), "message": message, "code": code},
+                "request_id": request_id,
+            }),
+            _ => json!({"error": {"message": message, "type": openai_type(status), "param": self.field(), "code": code}}),
+        }
+    }
+
+    /// The answer to a request that has not been answered yet.
+    pub fn response(&self, api: Api, request_id: &str) -> Response<Bytes> {
+        let (status, code) = self.verdict();
+        let mut response = Response::new(Bytes::from(self.document(api, request_id).to_string()));
+        *response.status_mut() = status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/json"));
+        headers.insert(REASON, HeaderValue::from_static(code));
+        if let Failure::WrongMethod { allowed, .. } = self {
+            headers.insert(ALLOW, HeaderValue::from_static(allowed));
+        }
+        if let Some(seconds) = self.retry_after() {
+            headers.insert(RETRY_AFTER, HeaderValue::from(seconds));
+        }
+        response
+    }
+
+    /// The last event of a stream that has begun, behind whatever was cut.
+    pub fn event(&self, api: Api, request_id: &str) -> Bytes {
+        let mut document = self.document(api, request_id);
+        let name = match api {
+            Api::Messages => "event: error\n",
+            Api::Responses => {
+                document["type"] = "error".into();
+                document["code"] = self.verdict().1.into();
+                document["message"] = self.to_string().into();
+                document["param"] = serde_json::Value::Null;
+                "event: error\n"
+            }
+            Api::Chat | Api::Completions | Api::Other => "",
+        };
+        // The blank line ends an event that has begun; where none has, it says nothing.
+        Bytes::from(format!("\n{name}data: {document}\n\n"))
+    }
+}
+
+fn status_of(reason: Reason) -> StatusCode {
+    match reason {
+        Reason::QueueFull | Reason::QueueBytes | Reason::Expired | Reason::Shed => StatusCode::TOO_MANY_REQUESTS,
+        Reason::NoHealthyBackend | Reason::Draining => StatusCode::SERVICE_UNAVAILABLE,
+        Reason::NoOtherBackend => StatusCode::BAD_GATEWAY,
+        Reason::TooLarge => StatusCode::BAD_REQUEST,
+    }
+}
+
+/// OpenAI's `type` of errors with this status.
+fn openai_type(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        status if status.is_client_error() => "invalid_request_error",
+        _ => "server_error",
+    }
+}
+
+/// Anthropic's `type` of errors with this status (docs.anthropic.com, "Errors").
+fn anthropic_type(status: StatusCode) -> &'static str {
+    match status {
+        StatusCode::NOT_FOUND => "not_found_error",
+        StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+        StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+        StatusCode::SERVICE_UNAVAILABLE => "overloaded_error",
+        StatusCode::GATEWAY_TIMEOUT => "timeout_error",
+        status if status.is_client_error() => "invalid_request_error",
+        _ => "api_error",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn rejected(reason: Reason) -> Failure {
+        Failure::Rejected(Rejection { reason, retry_after: 7 })
+    }
+
+    #[test]
+    fn every_case_of_the_contract_has_its_status() {
+        let second = Duration::from_secs(1);
+        let io = || std::io::Error::other("x");
+        for (failure, status, code, retry) in [
+            (BadBody::Missing("model").into(), 400, "missing_field", None),
+            (BadBody::TooDeep.into(), 400, "invalid_body", None),
+            (Failure::UnknownModel { model: "m".into(), near: vec![] }, 404, "model_not_found", None),
+            (Failure::UnknownPath("/x".into()), 404, "unknown_path", None),
+            (Failure::WrongMethod { path: "/v1/models".into(), allowed: "GET" }, 405, "wrong_method", None),
+            (BodyError::TooLarge { limit: 5 }.into(), 413, "body_too_large", None),
+            (BodyError::NoRoom { limit: 5 }.into(), 429, "body_memory", Some("1")),
+            (BodyError::Timeout(second).into(), 408, "body_timeout", None),
+            (rejected(Reason::QueueFull), 429, "queue_full", Some("7")),
+            (rejected(Reason::QueueBytes), 429, "queue_bytes", Some("7")),
+            (rejected(Reason::Expired), 429, "queue_timeout", Some("7")),
+            (rejected(Reason::Shed), 429, "shed", Some("7")),
+            (rejected(Reason::NoHealthyBackend), 503, "no_healthy_backend", Some("7")),
+            (rejected(Reason::Draining), 503, "draining", Some("7")),
+            (rejected(Reason::NoOtherBackend), 502, "no_other_backend", None),
+            (rejected(Reason::TooLarge), 400, "too_large", None),
+            (UpstreamError::Connect(io()).into(), 502, "connect_failed", None),
+            (UpstreamError::Broken("secret".into()).into(), 502, "backend_broke", None),
+            (UpstreamError::ConnectTimeout(second).into(), 504, "connect_timeout", None),
+            (UpstreamError::FirstByteTimeout(second).into(), 504, "first_byte_timeout", None),
+            (UpstreamError::TotalTimeout.into(), 504, "total_timeout", None),
+            (Failure::InterChunk(second), 504, "inter_chunk_timeout", None),
+            (Failure::Total(second), 504, "total_timeout", None),
+        ] {
+            for api in [Api::Chat, Api::Messages] {
+                let response = failure.response(api, "r1");
+                assert_eq!((response.status().as_u16(), response.headers()[REASON].to_str().unwrap()), (status, code));
+                assert_eq!(response.headers().get(RETRY_AFTER).map(|value| value.to_str().unwrap()), retry);
+                let document: Value = serde_json::from_slice(response.body()).unwrap();
+                assert_eq!(document["error"]["code"], code);
+                assert!(!document["error"]["message"].as_str().unwrap().contains("secret"));
+            }
+        }
+    }
+
+    #[test]
+    fn errors_have_their_dialects_shape() {
+        let failure = Failure::UnknownModel { model: "gpt-5".into(), near: vec!["gpt-4o".into()] };
+        let openai: Value = serde_json::from_slice(failure.response(Api::Responses, "r1").body()).unwrap();
+        assert_eq!(
+            openai,
+            json!({"error": {"message": "the model `gpt-5` is not served here; did you mean `gpt-4o`?", "type": "invalid_request_error",
+                   "param": "model", "code": "model_not_found"}})
+        );
+        let anthropic: Value = serde_json::from_slice(failure.response(Api::Messages, "r1").body()).unwrap();
+        assert_eq!((&anthropic["type"], &anthropic["error"]["type"]), (&json!("error"), &json!("not_found_error")));
+        assert_eq!(anthropic["request_id"], "r1");
+    }
+
+    #[test]
+    fn a_stream_ends_with_an_event_of_its_dialect() {
+        let event = |api| String::from_utf8(Failure::CutShort.event(api, "r1").to_vec()).unwrap();
+        let data = |text: &str| serde_json::from_str::<Value>(text.split("data: ").nth(1).unwrap().trim()).unwrap();
+        assert!(event(Api::Chat).starts_with("\ndata: {"));
+        assert_eq!(data(&event(Api::Chat))["error"]["code"], "backend_broke");
+        assert!(event(Api::Messages).starts_with("\nevent: error\ndata: {"));
+        assert_eq!(data(&event(Api::Messages))["error"]["type"], "api_error");
+        assert_eq!(data(&event(Api::Responses))["type"], "error");
+        for api in [Api::Chat, Api::Messages, Api::Responses] {
+            assert!(event(api).ends_with("}\n\n"));
+        }
+    }
+}
