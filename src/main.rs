@@ -7,6 +7,9 @@ use clap::{Parser, Subcommand};
 use headway::engine::server as engine;
 use headway::training;
 
+mod demo;
+mod serve;
+
 #[derive(Parser)]
 #[command(name = "headway", version, about)]
 struct Cli {
@@ -16,6 +19,10 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
+    /// Run the gateway
+    Serve(serve::Args),
+    /// Run three simulated backends, the gateway in front, and one workload under fcfs and under headway
+    Demo(demo::Args),
     /// Check a configuration file as start and reload do
     Check {
         /// The file
@@ -30,8 +37,10 @@ enum Command {
 
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
+        Command::Serve(args) => serve::run(&args),
+        Command::Demo(args) => demo::run(&args),
         Command::Check { file } => check(&file),
-        Command::Engine(args) => on_runtime(async { Ok(engine::run(args).await?) }),
+        Command::Engine(args) => serve::runtime().and_then(|runtime| Ok(runtime.block_on(engine::run(args))?)),
         Command::Train(args) => training::train(&args),
         Command::Evaluate(args) => training::evaluate(&args),
         Command::Score(args) => training::score(&args),
@@ -48,8 +57,4 @@ fn main() -> ExitCode {
 fn check(file: &Path) -> anyhow::Result<()> {
     print!("{}", headway::config::check(file)?);
     Ok(())
-}
-
-fn on_runtime<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    tokio::runtime::Builder::new_multi_thread().enable_all().build()?.block_on(work)
 }

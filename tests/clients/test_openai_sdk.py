@@ -24,7 +24,7 @@ WEATHER = {
 
 
 def client(gateway, **options):
-    return openai.OpenAI(base_url=gateway.url + "/v1", api_key="sk-anything", **{"max_retries": 0, "timeout": 30, **options})
+    return openai.OpenAI(base_url=gateway.url + "/v1", **{"api_key": "sk-anything", "max_retries": 0, "timeout": 30, **options})
 
 
 @pytest.fixture
