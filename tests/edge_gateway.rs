@@ -627,6 +627,9 @@ async fn what_cannot_be_routed_is_refused_with_a_reason() {
     assert!(answer["error"]["message"].as_str().unwrap().contains("did you mean `up`"));
     client.write("GET /v1/chat/completions HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert_eq!(client.answer().await.header("allow"), Some("post"));
+    client.write(&format!("GET /v1/models HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(65 << 10))).await;
+    let answer = client.answer().await;
+    assert_eq!((answer.status(), answer.json()["error"]["code"].as_str()), (431, Some("head_too_large")));
     gateway.nothing_is_left().await;
 }
 

@@ -348,9 +348,9 @@ async fn a_hundred_streams_share_a_connection() {
 async fn heads_have_limits() {
     let server = start_with(None, Edge { max_head: 16 << 10, head_timeout: Duration::from_millis(200), ..Edge::default() });
     let mut socket = server.connect().await;
-    socket.write_all(format!("GET /fits HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(15 << 10)).as_bytes()).await.unwrap();
+    socket.write_all(format!("GET /fits HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(31 << 10)).as_bytes()).await.unwrap();
     read_until(&mut socket, "/fits").await;
-    socket.write_all(format!("GET / HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(17 << 10)).as_bytes()).await.unwrap();
+    socket.write_all(format!("GET / HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(33 << 10)).as_bytes()).await.unwrap();
     assert!(read_to_end(&mut socket).await.starts_with("HTTP/1.1 431"));
     // Silent, slow in the first head, slow in a later one.
     let mut silent = server.connect().await;

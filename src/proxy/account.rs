@@ -1,10 +1,11 @@
 //! What is known of one request, from its head to its end; told to telemetry when it is dropped, once.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::time::Duration;
 
 use http::request::Parts;
-use http::{HeaderValue, Method, StatusCode, Uri};
+use http::{HeaderValue, Method, StatusCode};
 use tokio::time::Instant;
 
 use super::api::Api;
@@ -24,7 +25,7 @@ pub struct Account {
     gateway: Arc<Gateway>,
     started: Instant,
     method: Method,
-    uri: Uri,
+    path: Cow<'static, str>,
     request_id: HeaderValue,
     api: Api,
     model: String,
@@ -52,7 +53,8 @@ impl Account {
             gateway: Arc::clone(gateway),
             started: Instant::now(),
             method: head.method.clone(),
-            uri: head.uri.clone(),
+            // A copy: a slice of the head would keep the whole of its buffer for as long as the answer streams.
+            path: known_path(head.uri.path()).map_or_else(|| Cow::Owned(head.uri.path().to_owned()), Cow::Borrowed),
             request_id,
             api: Api::Other,
             model: String::new(),
@@ -193,13 +195,19 @@ impl Account {
     }
 }
 
+/// The same path for as long as the process lives, if it is a common one.
+fn known_path(path: &str) -> Option<&'static str> {
+    const COMMON: [&str; 5] = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"];
+    COMMON.into_iter().find(|common| *common == path)
+}
+
 impl Drop for Account {
     fn drop(&mut self) {
         let backend = self.target.as_ref().map(|target| target.connections.host());
         let outcome = Outcome {
             request_id: self.request_id(),
             method: self.method.as_str(),
-            path: self.uri.path(),
+            path: &self.path,
             model: &self.model,
             pool: self.pool.as_ref().map(|pool| pool.name.as_str()),
             backend: backend.and_then(|host| host.to_str().ok()),

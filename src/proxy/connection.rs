@@ -257,3 +257,121 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Downstream<S> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncWriteExt, DuplexStream, duplex};
+
+    const HEAD: Duration = Duration::from_secs(10);
+
+    async fn connected(first: &[u8]) -> (DuplexStream, Downstream<DuplexStream>, Arc<Vitals>) {
+        let (mut client, server) = duplex(64 << 10);
+        client.write_all(first).await.unwrap();
+        let vitals = Arc::<Vitals>::default();
+        let downstream = Downstream::detect(server, Arc::clone(&vitals), HEAD).await.unwrap();
+        (client, downstream, vitals)
+    }
+
+    async fn read(downstream: &mut Downstream<DuplexStream>) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::with_capacity(1024);
+        downstream.read_buf(&mut bytes).await.map(|_| bytes)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_protocol_is_told_by_the_first_bytes_however_they_come() {
+        for (bytes, protocol) in
+            [(PREFACE, Protocol::Http2), (b"GET / HTTP/1.1", Protocol::Http1), (b"PRI / HTTP/1.1", Protocol::Http1), (b"P\n", Protocol::Http1)]
+        {
+            let (mut client, server) = duplex(64);
+            let sending = async {
+                for byte in bytes {
+                    client.write_all(&[*byte]).await.unwrap();
+                    tokio::task::yield_now().await;
+                }
+            };
+            let (downstream, ()) = tokio::join!(Downstream::detect(server, Arc::default(), HEAD), sending);
+            let mut downstream = downstream.unwrap();
+            assert_eq!(downstream.protocol(), protocol);
+            let mut seen = Vec::new();
+            while seen.len() < bytes.len() {
+                seen.extend(read(&mut downstream).await.unwrap());
+            }
+            assert_eq!(seen, bytes);
+        }
+        let (mut client, server) = duplex(64);
+        client.write_all(&PREFACE[..7]).await.unwrap();
+        assert!(Downstream::detect(server, Arc::default(), HEAD).await.is_none());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silence_means_what_came_before_it() {
+        // A head that does not go on is an error after its time; bytes in between win none.
+        let (mut client, mut downstream, _) = connected(b"GET").await;
+        let start = Instant::now();
+        assert_eq!(read(&mut downstream).await.unwrap(), b"GET");
+        let slow = async {
+            loop {
+                tokio::time::sleep(Duration::from_secs(3)).await;
+                client.write_all(b" ").await.unwrap();
+            }
+        };
+        let failed = async { while read(&mut downstream).await.is_ok() {} };
+        tokio::select! { () = slow => {}, () = failed => {} }
+        assert_eq!(start.elapsed().as_secs(), HEAD.as_secs());
+
+        // A request in progress has all the time that its own limits give it; after it the connection may be idle for a while, and is then marked.
+        let (_client, mut downstream, vitals) = connected(b"GET").await;
+        read(&mut downstream).await.unwrap();
+        let request = vitals.begin();
+        assert!(timeout(Duration::from_secs(3600), read(&mut downstream)).await.is_err());
+        drop(request);
+        assert!(timeout(IDLE - Duration::from_secs(1), read(&mut downstream)).await.is_err());
+        assert!(!vitals.is_expired());
+        assert!(timeout(Duration::from_secs(2), read(&mut downstream)).await.is_err());
+        assert!(vitals.is_expired());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_client_that_takes_nothing_is_given_up() {
+        let (mut client, mut downstream, _) = connected(b"GET").await;
+        let mut written = 0;
+        let start = Instant::now();
+        let failed = async {
+            loop {
+                match downstream.write(&[0; 8 << 10]).await {
+                    Ok(n) => written += n,
+                    Err(error) => return error,
+                }
+            }
+        };
+        // It reads a little now and then, and at last nothing.
+        let reading = async {
+            for _ in 0..5 {
+                tokio::time::sleep(STALLED - Duration::from_secs(1)).await;
+                client.read_exact(&mut [0; 100]).await.unwrap();
+            }
+            std::future::pending::<()>().await;
+        };
+        let error = tokio::select! { error = failed => error, () = reading => unreachable!() };
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
+        assert_eq!(start.elapsed().as_secs(), 5 * (STALLED.as_secs() - 1) + STALLED.as_secs());
+        assert_eq!(written, (64 << 10) + 500);
+    }
+
+    #[tokio::test]
+    async fn presence_is_looked_at_only_as_far_as_it_is_cheap() {
+        let (mut client, mut downstream, vitals) = connected(b"GET").await;
+        let _request = vitals.begin();
+        client.write_all(&[b'x'; 40 << 10]).await.unwrap();
+        downstream.flush().await.unwrap();
+        assert!((AHEAD..AHEAD + (8 << 10)).contains(&downstream.ahead.len()), "{}", downstream.ahead.len());
+        // Nothing of it is lost.
+        let mut seen = 0;
+        while seen < 3 + (40 << 10) {
+            seen += read(&mut downstream).await.unwrap().len();
+        }
+        drop(client);
+        assert_eq!(downstream.flush().await.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
+    }
+}

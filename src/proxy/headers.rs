@@ -6,6 +6,7 @@ use http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
+use http::request::Parts;
 
 /// Names a request end to end.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -18,6 +19,13 @@ const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection")
 const API_KEYS: [HeaderName; 2] = [HeaderName::from_static("x-api-key"), HeaderName::from_static("api-key")];
 /// The longest id that is kept from a client.
 const LONGEST_ID: usize = 128;
+
+/// Bytes of a head, as HTTP/1.1 writes it.
+pub fn size(head: &Parts) -> usize {
+    let target = head.uri.path_and_query().map_or(0, |target| target.as_str().len());
+    let lines: usize = head.headers.iter().map(|(name, value)| name.as_str().len() + value.len() + ": \r\n".len()).sum();
+    head.method.as_str().len() + target + "  HTTP/1.1\r\n\r\n".len() + lines
+}
 
 /// Takes out what belongs to one hop (RFC 9110, 7.6.1), also what `connection` names.
 fn strip_hop(headers: &mut HeaderMap) {
@@ -63,7 +71,8 @@ pub fn strip_response(headers: &mut HeaderMap) {
 /// The client's own id if it has a plain one, otherwise a new one. New ones are all equally long, since SGLang aborts by prefix.
 pub fn request_id(headers: &HeaderMap) -> HeaderValue {
     match headers.get(REQUEST_ID) {
-        Some(id) if !id.is_empty() && id.len() <= LONGEST_ID && id.to_str().is_ok() => id.clone(),
+        // A copy: see `Account::open`.
+        Some(id) if !id.is_empty() && id.len() <= LONGEST_ID && id.to_str().is_ok() => HeaderValue::from_bytes(id.as_bytes()).unwrap_or(id.clone()),
         _ => {
             let random = || RandomState::new().hash_one(());
             let id = format!("{:016x}{:016x}", random(), random());

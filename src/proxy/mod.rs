@@ -138,6 +138,9 @@ impl Proxy {
         if self.gateway.draining() {
             return Err(Failure::Rejected(Rejection { reason: Reason::Draining, retry_after: 1 }));
         }
+        if headers::size(&head) > live.snapshot.edge.max_head {
+            return Err(Failure::HeadTooLarge { limit: live.snapshot.edge.max_head });
+        }
         if let Some(list) = models::answer(&live, &head) {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
@@ -349,21 +352,20 @@ fn climbs(path: &str) -> bool {
 
 /// Reads the body, or what stands for it.
 async fn read_prompt(api: Api, head: &Parts, body: &Bytes) -> Result<Prompt, BadBody> {
-    if !api.is_scored() {
-        if has_type(&head.headers, "multipart/form-data") {
-            let content_type = head.headers.get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default();
-            return Ok(Prompt::of_model(api::model_field(content_type, body)?, body.len()));
-        }
-        if body.is_empty() {
-            let named = head.uri.query().and_then(|query| query.split('&').find_map(|pair| pair.strip_prefix("model=")));
-            return Ok(Prompt::of_model(named.ok_or(BadBody::Missing("model"))?.to_owned(), 0));
-        }
+    if !api.is_scored() && body.is_empty() {
+        let named = head.uri.query().and_then(|query| query.split('&').find_map(|pair| pair.strip_prefix("model=")));
+        return Ok(Prompt::of_model(named.ok_or(BadBody::Missing("model"))?.to_owned(), 0));
     }
+    let form = if api.is_scored() { None } else { head.headers.get(CONTENT_TYPE).filter(|_| has_type(&head.headers, "multipart/form-data")) };
+    let read = move |form: Option<&HeaderValue>, body: &[u8]| match form {
+        None => api::parse(api, body),
+        Some(form) => Ok(Prompt::of_model(api::model_field(form.to_str().unwrap_or_default(), body)?, body.len())),
+    };
     if body.len() <= PARSED_APART {
-        return api::parse(api, body);
+        return read(form, body);
     }
-    let body = body.clone();
-    match tokio::task::spawn_blocking(move || api::parse(api, &body)).await {
+    let (form, body) = (form.cloned(), body.clone());
+    match tokio::task::spawn_blocking(move || read(form.as_ref(), &body)).await {
         Ok(prompt) => prompt,
         Err(panic) => std::panic::resume_unwind(panic.into_panic()),
     }

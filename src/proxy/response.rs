@@ -23,6 +23,8 @@ pub enum Failure {
     BadBody(#[from] BadBody),
     #[error("{0}")]
     Body(#[from] BodyError),
+    #[error("the headers are larger than the limit of {limit} bytes")]
+    HeadTooLarge { limit: usize },
     #[error("there is nothing at {0}")]
     UnknownPath(String),
     #[error("{path} is answered to {allowed} only")]
@@ -85,6 +87,7 @@ impl Failure {
             Failure::Body(BodyError::NoRoom { .. }) => (StatusCode::TOO_MANY_REQUESTS, "body_memory"),
             Failure::Body(BodyError::Timeout(_)) => (StatusCode::REQUEST_TIMEOUT, "body_timeout"),
             Failure::Body(BodyError::Broken) => (StatusCode::BAD_REQUEST, "body_broken"),
+            Failure::HeadTooLarge { .. } => (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large"),
             Failure::UnknownPath(_) => (StatusCode::NOT_FOUND, "unknown_path"),
             Failure::WrongMethod { .. } => (StatusCode::METHOD_NOT_ALLOWED, "wrong_method"),
             Failure::UnknownModel { .. } => (StatusCode::NOT_FOUND, "model_not_found"),
@@ -231,6 +234,7 @@ mod tests {
             (Failure::UnknownModel { model: "m".into(), near: vec![] }, 404, "model_not_found", None),
             (Failure::UnknownPath("/x".into()), 404, "unknown_path", None),
             (Failure::WrongMethod { path: "/v1/models".into(), allowed: "GET" }, 405, "wrong_method", None),
+            (Failure::HeadTooLarge { limit: 5 }, 431, "head_too_large", None),
             (BodyError::TooLarge { limit: 5 }.into(), 413, "body_too_large", None),
             (BodyError::NoRoom { limit: 5 }.into(), 429, "body_memory", Some("1")),
             (BodyError::Timeout(second).into(), 408, "body_timeout", None),

@@ -41,6 +41,8 @@ use crate::config::{Edge, Tls};
 const STREAMS: u32 = 256;
 /// How often an HTTP/2 client is asked whether it is alive.
 const PING: Duration = Duration::from_secs(30);
+/// A head that is larger than the limit by less than this factor is read and refused in the API's own words; one that is larger still, by a bare 431.
+const OVER: usize = 2;
 /// The least hyper takes as a buffer for a head.
 const LEAST_HEAD: usize = 8 << 10;
 /// How long connections are accepted and kept ones answered after the socket was handed over, each answer with `connection: close`.
@@ -242,7 +244,7 @@ impl<H: Handler> App<H> {
         match protocol {
             Protocol::Http1 => {
                 let connection = http1::Builder::new()
-                    .max_header_size(self.edge.max_head.max(LEAST_HEAD))
+                    .max_header_size(self.edge.max_head.saturating_mul(OVER).max(LEAST_HEAD))
                     .header_read_timeout(None)
                     .timer(TokioTimer::new())
                     .serve_connection(io, service);
@@ -251,7 +253,7 @@ impl<H: Handler> App<H> {
             Protocol::Http2 => {
                 let connection = http2::Builder::new(TokioExecutor::new())
                     .max_concurrent_streams(STREAMS)
-                    .max_header_list_size(u32::try_from(self.edge.max_head).unwrap_or(u32::MAX))
+                    .max_header_list_size(u32::try_from(self.edge.max_head.saturating_mul(OVER)).unwrap_or(u32::MAX))
                     .keep_alive_interval(PING)
                     .timer(TokioTimer::new())
                     .serve_connection(io, service);
