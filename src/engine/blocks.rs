@@ -192,6 +192,16 @@ mod tests {
     }
 
     #[test]
+    fn what_is_remembered_does_not_grow() {
+        let mut blocks = Blocks::new(3);
+        for hash in 0..100 {
+            let held = publish(&mut blocks, &[hash]);
+            blocks.release(&held, 0);
+        }
+        assert_eq!((blocks.shared.len(), blocks.by_hash.len()), (3, 3));
+    }
+
+    #[test]
     fn a_held_block_is_shared_and_never_evicted() {
         let mut blocks = Blocks::new(2);
         let first = publish(&mut blocks, &[7]);

@@ -371,7 +371,7 @@ impl Engine {
     fn continue_running(&mut self, now: Time, budget: &mut Tokens, batch: &mut Batch, events: &mut Vec<Event>) -> bool {
         let mut preempted = false;
         let mut at = 0;
-        while at < self.running.len() && *budget > 0 {
+        'running: while at < self.running.len() && *budget > 0 {
             let place = self.running[at];
             let request = &mut self.requests[place as usize];
             let take = (request.known - request.computed).min(*budget);
@@ -391,8 +391,8 @@ impl Engine {
                     if victim < at {
                         at -= 1;
                     } else if victim == at {
-                        // It gave way itself: nobody behind it in the order of preemption is left, so nothing more can grow.
-                        return true;
+                        // It gave way itself. vLLM leaves those behind it out of this iteration; here they go on with what blocks they have.
+                        continue 'running;
                     }
                 }
             }

@@ -77,7 +77,11 @@ fn check(engine: &Engine) {
     assert!(engine.kv_blocks_held() <= profile.kv_blocks, "more blocks than there are");
     for &(_, _, place) in &engine.waiting {
         let request = &engine.requests[place as usize];
-        assert_eq!((request.private, request.shared.len(), request.taken), (0, 0, 0), "holds something while it waits: {request:?}");
+        assert_eq!(
+            (request.private, request.shared.len(), request.taken, request.computed),
+            (0, 0, 0, 0),
+            "holds something while it waits: {request:?}"
+        );
     }
     assert!(engine.running() <= profile.max_num_seqs as usize);
     assert_eq!(engine.running() + engine.waiting(), engine.places.len(), "a request is nowhere or twice");
@@ -141,6 +145,14 @@ fn a_long_prompt_goes_in_chunks_beside_those_that_decode() {
     let shape: Vec<_> = iterations.iter().map(|i| (i.prefill_tokens, i.decode_tokens)).collect();
     assert_eq!(shape, [(99, 1), (99, 1), (52 + 30, 1), (0, 1), (0, 1), (0, 1), (0, 1)]);
     assert_eq!((finished_at(&events, 2), finished_at(&events, 3)), (Some(ms(4)), Some(ms(4))));
+}
+
+#[test]
+fn the_last_token_of_a_prompt_is_prefill_even_alone() {
+    let mut engine = Engine::new(profile());
+    submit(&mut engine, Time::ZERO, 1, work(101, 2));
+    let shape: Vec<_> = run(&mut engine, Time::ZERO).1.iter().map(|i| (i.prefill_tokens, i.decode_tokens)).collect();
+    assert_eq!(shape, [(100, 0), (1, 0), (0, 1)]);
 }
 
 #[test]
@@ -220,6 +232,35 @@ fn out_of_blocks_the_least_important_gives_way_wherever_it_is() {
 }
 
 #[test]
+fn those_behind_one_that_gives_way_itself_go_on() {
+    // The first one is the least important and the only one that needs a block; the second one still has room.
+    let mut engine = Engine::new(Profile { kv_blocks: 3, order: Order::Priority, ..profile() });
+    submit(&mut engine, Time::ZERO, 1, Work { priority: 9, ..work(31, 10) });
+    submit(&mut engine, Time::ZERO, 2, Work { priority: 1, ..work(10, 5) });
+    let (events, _) = run(&mut engine, Time::ZERO);
+    assert!(events.contains(&Event { at: ms(2), id: RequestId(1), what: What::Preempted }));
+    assert_eq!(finished_at(&events, 2), Some(ms(5)), "no iteration is lost");
+}
+
+#[test]
+fn the_tokens_of_a_preempted_request_go_to_others_in_the_same_iteration() {
+    let mut engine = Engine::new(Profile { kv_blocks: 7, max_batched_tokens: 48, order: Order::Priority, ..profile() });
+    submit(&mut engine, Time::ZERO, 1, Work { priority: 9, ..work(48, 20) });
+    let mut events = Vec::new();
+    engine.advance(Time::ZERO, &mut events);
+    submit(&mut engine, Time::ZERO, 2, Work { priority: 1, ..work(16, 20) });
+    submit(&mut engine, Time::ZERO, 3, Work { priority: 2, ..work(110, 1) });
+    // 1 decodes and holds 4 blocks, 2 has its prompt in 1, 3 the first 31 tokens in 2: none is left.
+    engine.advance(ms(1), &mut events);
+    // 2 needs a block for its next token, so 1 goes, and its share of the budget is 3's.
+    engine.advance(ms(2), &mut events);
+    check(&engine);
+    assert!(events.contains(&Event { at: ms(2), id: RequestId(1), what: What::Preempted }));
+    let iteration = engine.iteration().expect("one is under way");
+    assert_eq!((iteration.sequences, iteration.prefill_tokens, iteration.decode_tokens, iteration.kv_tokens), (2, 47, 1, 78 + 17));
+}
+
+#[test]
 fn a_known_prefix_is_not_computed_again() {
     let mut engine = Engine::new(profile());
     let prompt = |tokens| Work { prefix_hashes: family(7, tokens), ..work(tokens, 1) };
@@ -240,6 +281,24 @@ fn a_known_prefix_is_not_computed_again() {
     }
     run(&mut without, Time::ZERO);
     assert_eq!(without.counters().prefix_hits, 0);
+}
+
+#[test]
+fn a_block_is_findable_even_if_its_prompt_ends_with_it() {
+    let mut engine = Engine::new(Profile { max_batched_tokens: 20, ..profile() });
+    submit(&mut engine, Time::ZERO, 1, Work { prefix_hashes: family(7, 32), ..work(32, 1) });
+    run(&mut engine, Time::ZERO);
+    submit(&mut engine, ms(10), 2, Work { prefix_hashes: family(7, 40), ..work(40, 1) });
+    assert_eq!(run(&mut engine, ms(10)).0[0].what, What::Admitted { cached: 32 });
+}
+
+#[test]
+fn hashes_beyond_the_prompt_are_ignored() {
+    let mut engine = Engine::new(profile());
+    submit(&mut engine, Time::ZERO, 1, Work { prefix_hashes: family(7, 64), ..work(20, 50) });
+    run(&mut engine, Time::ZERO);
+    submit(&mut engine, ms(100), 2, Work { prefix_hashes: family(7, 64), ..work(64, 1) });
+    assert_eq!(run(&mut engine, ms(100)).0[0].what, What::Admitted { cached: 16 }, "what was produced is in no hash");
 }
 
 #[test]
@@ -284,23 +343,6 @@ fn what_can_never_run_is_refused() {
     assert_eq!(engine.submit(Time::ZERO, RequestId(1), work(100, 60)), Ok(()));
     assert_eq!(engine.submit(Time::ZERO, RequestId(1), work(1, 1)), Err(Refused::Duplicate));
     assert_eq!(engine.waiting(), 1);
-}
-
-#[test]
-fn calling_late_changes_nothing() {
-    let history = |late: bool| {
-        let mut engine = Engine::new(Profile { kv_blocks: 12, ..profile() });
-        for id in 0..6 {
-            submit(&mut engine, Time::ZERO, id, work(20 + id as u32, 15));
-        }
-        let mut events = Vec::new();
-        let mut now = Time::ZERO;
-        while let Some(next) = engine.advance(now, &mut events) {
-            now = if late { next.after(Duration::from_micros(7_300)) } else { next };
-        }
-        (events, *engine.counters())
-    };
-    assert_eq!(history(true), history(false));
 }
 
 #[test]
@@ -360,6 +402,7 @@ fn play(profile: Profile, steps: &[Step]) -> (Engine, Vec<Event>, BTreeMap<u64, 
         check(&engine);
         engine.advance(now, &mut events);
         check(&engine);
+        assert!(engine.iteration().is_some() || engine.running() + engine.waiting() == 0, "idle beside work");
     }
     let mut left = 200_000;
     while let Some(next) = engine.advance(now, &mut events) {
@@ -377,11 +420,14 @@ proptest! {
         let (engine, events, accepted, cancelled) = play(profile, &steps);
         let mut produced: BTreeMap<u64, Tokens> = BTreeMap::new();
         let mut finished: BTreeMap<u64, u32> = BTreeMap::new();
-        let mut last = Time::ZERO;
+        let (mut last, mut preempted_at) = (Time::ZERO, None);
         for Event { at, id, what } in &events {
             prop_assert!(*at >= last, "events go back in time");
             last = *at;
             prop_assert!(!finished.contains_key(&id.0), "something happens after the end");
+            preempted_at = if *what == What::Preempted { Some(*at) } else { preempted_at };
+            let admitted = matches!(what, What::Admitted { .. });
+            prop_assert!(!(admitted && preempted_at == Some(*at)), "admitted in an iteration that had to preempt");
             match what {
                 What::Token(n) => {
                     let so_far = produced.entry(id.0).or_default();
@@ -422,5 +468,27 @@ proptest! {
             let class = if profile.order == Order::Priority { priority } else { 0 };
             prop_assert!(newest.insert(class, id).is_none_or(|before| before < id), "{} overtook", id);
         }
+    }
+
+    #[test]
+    fn calling_late_changes_nothing(
+        profile in any_profile(),
+        works in prop::collection::vec((1..200u32, 0..60u32, -2..3i64, 0..4u64), 1..20),
+        delays in prop::collection::vec(0..30_000u64, 1..10),
+    ) {
+        let history = |delays: &[u64]| {
+            let mut engine = Engine::new(profile);
+            for (id, &(prompt_tokens, output_tokens, priority, kin)) in works.iter().enumerate() {
+                let work = Work { prompt_tokens, prefix_hashes: family(kin, prompt_tokens), output_tokens, priority };
+                submit(&mut engine, Time::ZERO, id as u64, work);
+            }
+            let (mut events, mut now) = (Vec::new(), Time::ZERO);
+            for delay in delays.iter().cycle() {
+                let Some(next) = engine.advance(now, &mut events) else { break };
+                now = next.after(Duration::from_micros(*delay));
+            }
+            (events, *engine.counters())
+        };
+        prop_assert_eq!(history(&delays), history(&[0]));
     }
 }
