@@ -183,25 +183,27 @@ impl Proxy {
 }
 
 impl Outgoing {
-    /// Waits for a slot, sends, and tries elsewhere what failed before its first byte: with its first arrival, never on the same backend twice, and
-    /// within the pool's budget of retries.
+    /// Waits for a slot, sends, and tries elsewhere what failed before its first byte or met a full backend: with its first arrival, never on the same
+    /// backend twice, and within the pool's budget of retries.
     async fn run(&self, edge: &Edge, routed: &Routed<'_>, account: &mut Account) -> Result<Answered, Failure> {
         let mut excluded = Vec::new();
         let mut last = None;
         let mut retries = routed.settings.retries;
         loop {
-            let permit = self.slot(routed, &excluded, account).await.map_err(|rejection| self.turned_away(rejection, last.take()))?;
+            let permit = match self.slot(routed, &excluded, account).await {
+                Ok(permit) => permit,
+                Err(rejection) => return self.turned_away(rejection, last),
+            };
             let backend = permit.backend();
             // Without a target it has just left the pool, and nothing was tried.
             if let Some(target) = routed.pool.target(backend) {
                 account.released(&target, permit.facts());
-                match self.attempt(edge, routed, &target, permit, account).await {
-                    Err(failure) if failure.is_retriable() && retries > 0 && routed.pool.may_retry() => {
-                        retries -= 1;
-                        last = Some(failure);
-                    }
-                    ended => return ended,
+                let ended = self.attempt(edge, routed, &target, permit, account).await;
+                if !is_worth_another(&ended) || retries == 0 || !routed.pool.may_retry() {
+                    return ended;
                 }
+                retries -= 1;
+                last = Some(ended);
             }
             excluded.push(backend);
         }
@@ -229,12 +231,12 @@ impl Outgoing {
         granted
     }
 
-    /// What a refusal of the queue means to the client: after a failed attempt, that attempt is the story.
-    fn turned_away(&self, rejection: Rejection, last: Option<Failure>) -> Failure {
+    /// What a refusal of the queue means to the client: after an attempt, that attempt is the story.
+    fn turned_away(&self, rejection: Rejection, last: Option<Result<Answered, Failure>>) -> Result<Answered, Failure> {
         match (rejection.reason, last) {
-            (Reason::NoOtherBackend | Reason::NoHealthyBackend, Some(failure)) => failure,
-            (Reason::Expired, _) if Instant::now() >= self.deadline => Failure::TotalInQueue { retry_after: rejection.retry_after },
-            _ => Failure::Rejected(rejection),
+            (Reason::NoOtherBackend | Reason::NoHealthyBackend, Some(ended)) => ended,
+            (Reason::Expired, _) if Instant::now() >= self.deadline => Err(Failure::TotalInQueue { retry_after: rejection.retry_after }),
+            _ => Err(Failure::Rejected(rejection)),
         }
     }
 
@@ -264,6 +266,15 @@ impl Outgoing {
             explain(&mut head.headers, routed, target, account);
         }
         let mut upstream = Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, total) });
+        if ending == Ending::Pushback {
+            // Read whole, so that the slot is free while another backend is tried; a refusal of more than a mebibyte loses its text.
+            let body = upstream.whole(MOST_READ).await;
+            permit.finish(ending);
+            let bytes = body?.unwrap_or_default();
+            account.succeeded();
+            head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes.len()));
+            return Ok(Answered::Whole(Response::from_parts(head, bytes)));
+        }
         let is_read = head.status.is_success() && self.api.is_scored();
         if is_read && has_type(&head.headers, "text/event-stream") {
             head.headers.remove(CONTENT_LENGTH);
@@ -378,6 +389,15 @@ async fn score(live: &Live, prompt: &mut Prompt, account: &mut Account) -> Optio
     match opinion {
         Opinion::Scored(scored) => Some(scored),
         Opinion::Neutral(_) => None,
+    }
+}
+
+/// Whether another backend may do better: this one failed before its first byte, or is full.
+fn is_worth_another(ended: &Result<Answered, Failure>) -> bool {
+    match ended {
+        Ok(Answered::Whole(response)) => matches!(judge(response.status()), (Observation::Pushback, _)),
+        Ok(Answered::Streaming { .. }) => false,
+        Err(failure) => failure.is_retriable(),
     }
 }
 
