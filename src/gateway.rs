@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -91,8 +91,8 @@ pub struct Target {
     pub backend: Arc<Backend>,
     /// The edge's connections to it.
     pub connections: Arc<Connections>,
-    /// Ends the probes with the last target of this backend.
-    watch: Arc<fleet::WatchGuard>,
+    /// Ends the probes with the last target of this backend. Set once the target can be found, since the first news of a backend may release a request to it.
+    watch: Arc<OnceLock<fleet::WatchGuard>>,
 }
 
 impl Listener for Dispatcher {
@@ -180,7 +180,11 @@ impl PoolRuntime {
             };
             next.insert(target.backend.id(), target);
         }
-        self.targets.store(Arc::new(next));
+        let next = Arc::new(next);
+        self.targets.store(Arc::clone(&next));
+        for target in next.values() {
+            target.watch.get_or_init(|| fleet::watch(Arc::clone(&target.backend), self.dispatcher.clone()));
+        }
         for target in left {
             target.backend.leave();
         }
@@ -190,8 +194,7 @@ impl PoolRuntime {
         // Relaxed is enough: the id only has to be unique.
         let id = BackendId(self.next_backend.fetch_add(1, Ordering::Relaxed));
         let backend = Arc::new(Backend::new(id, settings.clone(), &self.siblings));
-        let watch = Arc::new(fleet::watch(Arc::clone(&backend), self.dispatcher.clone()));
-        Arc::new(Target { connections: Arc::new(Connections::new(&settings.url)), backend, watch })
+        Arc::new(Target { connections: Arc::new(Connections::new(&settings.url)), backend, watch: Arc::default() })
     }
 }
 
