@@ -331,3 +331,65 @@ async fn start_ranker(settings: Option<RankerSettings>) -> Result<Ranker, Ranker
         },
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn snapshot(backends: &[&str]) -> Snapshot {
+        let urls: Vec<_> = backends.iter().map(|url| url.parse().unwrap()).collect();
+        let any = "127.0.0.1:0".parse().unwrap();
+        config::from_backends(&urls, any, any, config::policy("fcfs").unwrap())
+    }
+
+    /// Nothing listens on port 9 of this machine: the backends of these tests are never healthy.
+    const A: &str = "http://127.0.0.1:9";
+    const B: &str = "http://127.0.0.2:9";
+
+    fn ids(live: &Live) -> Vec<(BackendId, String)> {
+        live.pools[0].targets().iter().map(|target| (target.backend.id(), target.backend.settings().url.to_string())).collect()
+    }
+
+    #[tokio::test]
+    async fn a_backend_that_stays_keeps_its_id_and_ids_never_come_back() {
+        let gateway = Gateway::start(snapshot(&[A, B])).await.unwrap();
+        let before = gateway.live();
+        assert_eq!(ids(&before), [(BackendId(0), A.to_owned()), (BackendId(1), B.to_owned())]);
+        gateway.apply(snapshot(&[B])).await.unwrap();
+        assert_eq!(ids(&gateway.live()), [(BackendId(1), B.to_owned())]);
+        gateway.apply(snapshot(&[A, B])).await.unwrap();
+        assert_eq!(ids(&gateway.live()), [(BackendId(1), B.to_owned()), (BackendId(2), A.to_owned())]);
+        assert!(Arc::ptr_eq(&before.pools[0], &gateway.live().pools[0]), "the pool and its queue are the same all along");
+    }
+
+    #[tokio::test]
+    async fn what_needs_a_restart_changes_nothing() {
+        let gateway = Gateway::start(snapshot(&[A])).await.unwrap();
+        let moved = Snapshot { listen: "127.0.0.1:1".parse().unwrap(), ..snapshot(&[A, B]) };
+        let error = gateway.apply(moved).await.unwrap_err();
+        assert!(matches!(error, ApplyError::Restart { field: "listen", .. }), "{error}");
+        assert_eq!(ids(&gateway.live()).len(), 1);
+    }
+
+    #[tokio::test]
+    async fn clients_cannot_make_the_table_of_models_grow() {
+        let gateway = Gateway::start(snapshot(&[A])).await.unwrap();
+        let live = gateway.live();
+        let first = live.route("model 0").unwrap().model;
+        for index in 1..MAX_MODELS + 10 {
+            live.route(&format!("model {index}")).unwrap();
+        }
+        assert_eq!(live.pools[0].models.load().len(), MAX_MODELS);
+        assert_eq!(live.route("model 0").unwrap().model, first);
+        assert_eq!(live.route("one too many").unwrap().model, ModelId(0), "shared by all that came too late");
+    }
+
+    #[tokio::test]
+    async fn an_empty_gateway_drains_at_once() {
+        let gateway = Gateway::start(snapshot(&[A])).await.unwrap();
+        assert!(!gateway.draining());
+        gateway.start_drain();
+        assert!(gateway.draining());
+        assert_eq!(gateway.drain(Duration::from_secs(60)).await, Drained { turned_away: 0, running: 0 });
+    }
+}
