@@ -498,6 +498,11 @@ async fn a_reset_cuts_what_runs_and_forgets_what_was() {
     let (_, state) = ask(&server, "/sim/reset", &json!({})).await;
     assert_eq!((&state["running"], &state["aborted"], &state["arrived"], &state["iterations"]), (&json!(0), &json!(0), &json!([]), &json!(0)));
     assert!(response.into_body().collect().await.is_err(), "the stream is cut, not ended");
+    let long = with(chat(&"a prompt of several blocks ".repeat(10)), json!({"max_tokens": 1}));
+    let cached = async || ask(&server, "/v1/chat/completions", &long).await.1["usage"]["prompt_tokens_details"]["cached_tokens"].clone();
+    assert_eq!((cached().await, cached().await), (json!(0), json!(64)));
+    ask(&server, "/sim/reset", &json!({})).await;
+    assert_eq!(cached().await, 0, "the cache is empty again");
     assert_eq!(get(&server, "/health").await.0, 200);
 }
 

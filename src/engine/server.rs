@@ -7,7 +7,7 @@
 //! | `GET /v1/models`, `/health`, `/version`, `/metrics` | as vLLM's |
 //! | `POST /sim/faults`, `GET /sim/faults` | [`Faults`] in force |
 //! | `GET /sim/state` | [`Report`] |
-//! | `POST /sim/reset` | cuts every request, forgets cached prefixes' counters, labels and faults |
+//! | `POST /sim/reset` | cuts every request; the engine, its cache, counters and faults are as at the start |
 //!
 //! As in vLLM, a stream's headers are sent at once and its first event with the first token; a client that leaves frees its slot and KV at once,
 //! streaming or not; connections that idle for 5 seconds are closed; `priority` is ignored under [`Order::Fcfs`](super::Order).

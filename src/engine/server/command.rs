@@ -60,17 +60,17 @@ pub enum PolicyName {
     Priority,
 }
 
-/// Why the engine could not run.
+/// Why the engine could not run. What lies behind it is its source, for whoever prints the chain.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    #[error("cannot listen on {address}: {source}")]
+    #[error("cannot listen on {address}")]
     Listen { address: SocketAddr, source: io::Error },
-    #[error("cannot read {path}: {source}")]
+    #[error("cannot read {path}")]
     Read { path: PathBuf, source: io::Error },
-    #[error("{path}, line {line}: {source}")]
+    #[error("{path}, line {line}")]
     Line { path: PathBuf, line: usize, source: serde_json::Error },
-    #[error("cannot wait for signals: {0}")]
-    Signals(io::Error),
+    #[error("cannot wait for signals")]
+    Signals(#[source] io::Error),
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -148,7 +148,9 @@ mod tests {
         let file = tempfile::NamedTempFile::new().expect("a temporary file");
         std::fs::write(file.path(), "{\"prompt\": \"a\", \"output_tokens\": 5}\n\n{\"prompt\": \"b\"}\n").expect("written");
         let error = read_lengths(file.path()).expect_err("the third line lacks a field");
-        assert!(error.to_string().contains("line 3: missing field `output_tokens`"), "{error}");
+        let EngineError::Line { line, source, .. } = &error else { panic!("{error}") };
+        assert_eq!(*line, 3);
+        assert!(source.to_string().contains("missing field `output_tokens`"), "{source}");
     }
 
     #[test]

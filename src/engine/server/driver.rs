@@ -11,7 +11,7 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
 use super::feed::{End, Feed};
-use crate::engine::{Counters, Engine, Event, Profile, What, Work};
+use crate::engine::{Engine, Event, Profile, What, Work};
 use crate::scheduler::{RequestId, Time};
 
 /// The newest labels that a report keeps of arrivals and admissions.
@@ -83,7 +83,6 @@ impl Client {
             requests: HashMap::new(),
             arrived: Vec::new(),
             admitted: Vec::new(),
-            before_reset: Counters::default(),
         };
         (Client { commands, next: Default::default() }, driver)
     }
@@ -110,7 +109,7 @@ impl Client {
         let _ = self.commands.send(Command::Slow(factor));
     }
 
-    /// Cuts every request and starts counting anew.
+    /// Cuts every request and begins anew.
     pub(super) fn reset(&self) {
         let _ = self.commands.send(Command::Reset);
     }
@@ -157,7 +156,6 @@ pub(super) struct Driver {
     requests: HashMap<RequestId, Live>,
     arrived: Vec<String>,
     admitted: Vec<String>,
-    before_reset: Counters,
 }
 
 impl Driver {
@@ -209,33 +207,33 @@ impl Driver {
         }
     }
 
+    /// Everything as at the start, but for the clock.
     fn reset(&mut self) {
-        for (id, live) in self.requests.drain() {
-            self.engine.cancel(id);
+        for (_, live) in self.requests.drain() {
             live.feed.update(|progress| progress.end = Some(End::Cut));
         }
-        self.before_reset = *self.engine.counters();
+        self.engine = Engine::new(*self.engine.profile());
         self.arrived.clear();
         self.admitted.clear();
     }
 
     fn report(&self) -> Report {
-        let (now, then) = (self.engine.counters(), &self.before_reset);
+        let counters = self.engine.counters();
         Report {
             running: self.engine.running(),
             waiting: self.engine.waiting(),
             kv_blocks: self.engine.profile().kv_blocks,
             kv_blocks_held: self.engine.kv_blocks_held(),
             kv_usage: self.engine.kv_usage(),
-            finished: now.finished - then.finished,
-            aborted: now.cancelled - then.cancelled,
-            preemptions: now.preemptions - then.preemptions,
-            prompt_tokens: now.prompt_tokens - then.prompt_tokens,
-            generation_tokens: now.generation_tokens - then.generation_tokens,
-            prefix_queries: now.prefix_queries - then.prefix_queries,
-            prefix_hits: now.prefix_hits - then.prefix_hits,
-            iterations: now.iterations - then.iterations,
-            busy_seconds: (now.busy - then.busy).as_secs_f64(),
+            finished: counters.finished,
+            aborted: counters.cancelled,
+            preemptions: counters.preemptions,
+            prompt_tokens: counters.prompt_tokens,
+            generation_tokens: counters.generation_tokens,
+            prefix_queries: counters.prefix_queries,
+            prefix_hits: counters.prefix_hits,
+            iterations: counters.iterations,
+            busy_seconds: counters.busy.as_secs_f64(),
             arrived: self.arrived.clone(),
             admitted: self.admitted.clone(),
         }
