@@ -330,9 +330,12 @@ fn show_progress(policy: &str, sent: usize, answered: usize, planned: usize) {
     }
 }
 
+/// What a block of the table shows: its name, and where it is found.
+type Column = (&'static str, fn(&Seen) -> Duration);
+
 /// Both runs side by side, in seconds, with the ratio of the second to the first.
 fn table(runs: &[(&str, Vec<Seen>)]) -> String {
-    let columns: [(&str, fn(&Seen) -> Duration); 3] =
+    let columns: [Column; 3] =
         [("TTLT (to the last token)", |seen| seen.ttlt), ("TTFT (to the first token)", |seen| seen.ttft), ("wait in the queue", |seen| seen.queued)];
     let mut text = format!("{:<26} {:<9} {:>8} {:>8} {:>8} {:>8}\n", "seconds", "policy", "mean", "p50", "p90", "p99");
     for (name, column) in columns {
