@@ -33,6 +33,8 @@ const MODELS: usize = 256;
 const VERSIONS: usize = 4;
 /// Mean output, in tokens, that is assumed before anything was seen, and how many answers that is worth.
 const ASSUMED: (f32, f32) = (256.0, 8.0);
+/// How many looks in a row may be left out for want of new answers.
+const MOST_LEFT_OUT: usize = 6;
 /// Tau below which scores are not trusted, whatever the evidence.
 const LEAST_TAU: f64 = 0.05;
 
@@ -75,6 +77,9 @@ pub(super) struct Calibration {
     /// Answers of no model in particular.
     others: VecDeque<Sample>,
     tenants: Tenants,
+    /// Answers since the last fit, and how often it was left out since.
+    fresh: usize,
+    left_out: usize,
     /// What estimates are made from. Replaced as a whole, so that keys made from it stay comparable.
     fit: Fit,
 }
@@ -140,6 +145,7 @@ impl Calibration {
     }
 
     fn remember(&mut self, sample: Sample) {
+        self.fresh += 1;
         match sample.model {
             Some(model) if self.models.contains_key(&model) || self.models.len() < MODELS => {
                 remember(self.models.entry(model).or_default(), SAMPLES, sample);
@@ -180,6 +186,13 @@ impl Calibration {
     /// Learns from all answers so far and from the requests still running. True if an estimate moved by more than a tenth: then the new curves apply and keys
     /// that were made from the old ones have to be rebuilt. Otherwise the old ones stay, unless nothing waits (`idle`).
     pub fn refresh<'a>(&mut self, running: impl Iterator<Item = &'a Entry>, idle: bool) -> bool {
+        // A hundredth of the answers moves no estimate by a tenth. Long requests that run and end nothing may, with time.
+        let remembered: usize = self.models.values().map(VecDeque::len).sum::<usize>() + self.others.len();
+        if self.fresh * 100 < remembered && self.left_out < MOST_LEFT_OUT {
+            self.left_out += 1;
+            return false;
+        }
+        (self.fresh, self.left_out) = (0, 0);
         let fit = self.fit(running);
         let moved = fit.differs(&self.fit);
         if moved || idle {

@@ -3,11 +3,13 @@
 use std::time::Duration;
 
 use super::Scheduler;
+use super::backend::Backlog;
 use super::keys::{Keying, Largest};
+use super::overload::WaitingWork;
 use super::policy::{Limits, Policy};
-use super::queue::Aging;
+use super::queue::{Aging, Key, Keys};
 use super::speed::Speed;
-use super::table::{Entry, Stage};
+use super::table::Stage;
 
 /// Between two looks at the backlog and the windows.
 const LOOK: Duration = Duration::from_secs(1);
@@ -17,10 +19,10 @@ const LEARN: Duration = Duration::from_secs(5);
 const DRIFT: f64 = 1.1;
 
 impl Scheduler {
-    /// Does what is due. True if something was.
-    pub(super) fn chores(&mut self) -> bool {
+    /// Does what is due.
+    pub(super) fn chores(&mut self) {
         if self.now < self.next_look {
-            return false;
+            return;
         }
         self.next_look = self.now.after(LOOK);
         for backend in &mut self.backends {
@@ -46,7 +48,6 @@ impl Scheduler {
         } else if switched {
             self.rebuild_keys();
         }
-        true
     }
 
     pub(super) fn policy_changed(&mut self, policy: Policy) {
@@ -94,30 +95,28 @@ impl Scheduler {
             return;
         }
         self.counters.rebuilds += 1;
-        self.waiting_work = super::overload::WaitingWork::default();
+        self.waiting_work = WaitingWork::default();
         for backend in &mut self.backends {
-            backend.queued = super::backend::Backlog::default();
+            backend.queued = Backlog::default();
         }
+        let mut keys: Vec<Keys> = self.backends.iter().map(|_| Keys::default()).collect();
+        // In the order of slots, which is the order of memory.
         let mut table = std::mem::take(&mut self.table);
         for entry in table.iter_mut() {
-            self.rekey(entry);
+            let Stage::Waiting { expires, restriction, .. } = entry.stage else { continue };
+            self.predict(entry);
+            let work = self.keying.work(entry);
+            let phi = self.keying.phi(entry, work);
+            entry.work = work as f32;
+            entry.stage = Stage::Waiting { phi, expires, restriction };
+            self.waiting_work.add(entry);
+            let index = entry.backend as usize;
+            self.backends[index].queued.add(entry.uncached(), entry.expected);
+            keys[index].push(Key { phi, place: entry.place }, restriction);
         }
         self.table = table;
-        for backend in &mut self.backends {
-            backend.queue.rekey(|place| match self.table.get(place.slot()).stage {
-                Stage::Waiting { phi, .. } => phi,
-                Stage::Running { .. } => unreachable!("only waiting requests are in a queue"),
-            });
+        for (backend, keys) in self.backends.iter_mut().zip(keys) {
+            backend.queue.rekey(keys);
         }
-    }
-
-    fn rekey(&mut self, entry: &mut Entry) {
-        let Stage::Waiting { expires, restriction, .. } = entry.stage else { return };
-        self.predict(entry);
-        let work = self.keying.work(entry);
-        entry.work = work as f32;
-        entry.stage = Stage::Waiting { phi: self.keying.phi(entry, work), expires, restriction };
-        self.waiting_work.add(entry);
-        self.backends[entry.backend as usize].queued.add(entry.uncached(), entry.expected);
     }
 }

@@ -136,8 +136,7 @@ impl Scheduler {
         let before = actions.len();
         self.now = self.now.max(now);
         self.expire(actions);
-        let due = self.chores();
-        let progress = matches!(event, Event::Progress(..));
+        self.chores();
         match event {
             Event::Arrived(request) => self.arrived(&request, actions),
             Event::Cancelled(id) => self.cancelled(id),
@@ -150,10 +149,7 @@ impl Scheduler {
             Event::DrainStarted => self.draining = true,
             Event::Tick => {}
         }
-        // Progress makes no room, and it is by far the most frequent event.
-        if due || !progress {
-            self.settle(actions);
-        }
+        self.settle(actions);
         debug_assert_eq!(invariants::conservation(self), Ok(()));
         debug_assert_eq!(invariants::windows(self, &actions[before..]), Ok(()));
     }

@@ -74,6 +74,22 @@ pub(super) struct Turn {
     pub aged: bool,
 }
 
+/// New keys for everything in a queue.
+#[derive(Debug, Default)]
+pub(super) struct Keys {
+    free: Vec<Key>,
+    restricted: Vec<(RestrictionId, Key)>,
+}
+
+impl Keys {
+    pub fn push(&mut self, key: Key, restriction: RestrictionId) {
+        match restriction {
+            RestrictionId::NONE => self.free.push(key),
+            restriction => self.restricted.push((restriction, key)),
+        }
+    }
+}
+
 /// The requests that wait for one backend.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
@@ -129,14 +145,15 @@ impl Queue {
     }
 
     /// Gives every request a new key; who waits stays the same.
-    pub fn rekey(&mut self, phi_of: impl Fn(Place) -> i64) {
+    pub fn rekey(&mut self, keys: Keys) {
         // Collected as a whole, a set is sorted once and built without a search per key.
-        let renew = |keys: &mut BTreeSet<Key>| {
-            *keys = std::mem::take(keys).into_iter().map(|Key { place, .. }| Key { phi: phi_of(place), place }).collect();
-        };
-        renew(&mut self.free);
-        renew(&mut self.restricted);
-        self.by_restriction.values_mut().for_each(renew);
+        let Keys { free, restricted } = keys;
+        self.free = free.into_iter().collect();
+        self.restricted = restricted.iter().map(|(_, key)| *key).collect();
+        self.by_restriction.clear();
+        for (id, key) in restricted {
+            self.by_restriction.entry(id).or_default().insert(key);
+        }
     }
 
     /// Who waits, in the order of keys.

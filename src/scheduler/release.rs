@@ -9,17 +9,23 @@ impl Scheduler {
     /// Releases whatever there is room for.
     pub(super) fn settle(&mut self, actions: &mut Vec<Action>) {
         for index in 0..self.backends.len() {
-            while let Some(turn) = self.own_turn(index) {
-                self.release(index, index, turn, actions);
-            }
+            self.release_own(index, actions);
         }
         while let Some(Theft { thief, victim, turn }) = self.theft() {
             self.release(victim, thief, turn, actions);
+            // What was stolen may have been too large for what the victim has room for.
+            self.release_own(victim, actions);
         }
         let demand = self.waiting() > 0;
         for backend in &mut self.backends {
             backend.learner.saturated(self.now, backend.is_saturated());
             backend.window.settled(self.now, backend.in_flight, demand);
+        }
+    }
+
+    fn release_own(&mut self, index: usize, actions: &mut Vec<Action>) {
+        while let Some(turn) = self.own_turn(index) {
+            self.release(index, index, turn, actions);
         }
     }
 

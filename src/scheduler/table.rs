@@ -9,8 +9,8 @@ use super::restrictions::RestrictionId;
 use super::score::{RankerVersion, Score, Scored, Weight};
 use super::time::Time;
 
-/// How many slots a place can name.
-pub(super) const MAX_REQUESTS: usize = 1 << Place::SLOT_BITS;
+/// How many slots there may be: what a place can name, less the one that marks an empty cell.
+const MAX_REQUESTS: usize = (1 << Place::SLOT_BITS) - 1;
 
 const PAGE: usize = 512;
 const NONE: u32 = u32::MAX;
@@ -128,7 +128,8 @@ impl Entry {
 pub(super) struct Table {
     pages: Vec<Vec<Option<Entry>>>,
     free: Vec<u32>,
-    /// Slots by id: linear probing, a power of two long, at most three quarters full; [`NONE`] is an empty cell.
+    /// Slots by id: linear probing, a power of two long, at most three quarters full; [`NONE`] is an empty cell. The byte above a slot's bits is how far the
+    /// cell is from where the search for its id starts, so that hardly any other request's entry is read on the way.
     index: Vec<u32>,
     len: usize,
 }
@@ -149,11 +150,7 @@ impl Table {
         if 4 * (self.len + 1) > 3 * self.index.len() {
             self.grow_index();
         }
-        let mut cell = self.home(entry.id);
-        while self.index[cell] != NONE {
-            cell = (cell + 1) & (self.index.len() - 1);
-        }
-        self.index[cell] = slot;
+        self.enter(entry.id, slot);
         match self.free.pop() {
             Some(_) => self.pages[slot as usize / PAGE][slot as usize % PAGE] = Some(entry),
             None => {
@@ -167,16 +164,18 @@ impl Table {
     }
 
     pub fn slot_of(&self, id: RequestId) -> Option<u32> {
-        self.cell_of(id).map(|cell| self.index[cell])
+        self.cell_of(id).map(|cell| self.index[cell] & SLOT)
     }
 
     /// The entry in a slot that is known to be taken.
+    #[inline]
     pub fn get(&self, slot: u32) -> &Entry {
         // Slots are only kept by whoever also removes them (queues, windows), so a vacant one is a bug of this module's callers.
         self.pages[slot as usize / PAGE][slot as usize % PAGE].as_ref().unwrap_or_else(|| unreachable!("slot {slot} is vacant"))
     }
 
     /// As [`Table::get`], to change it.
+    #[inline]
     pub fn get_mut(&mut self, slot: u32) -> &mut Entry {
         self.pages[slot as usize / PAGE][slot as usize % PAGE].as_mut().unwrap_or_else(|| unreachable!("slot {slot} is vacant"))
     }
@@ -207,18 +206,33 @@ impl Table {
         (id.0.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - self.index.len().ilog2())) as usize
     }
 
+    fn enter(&mut self, id: RequestId, slot: u32) {
+        let mask = self.index.len() - 1;
+        let home = self.home(id);
+        let mut distance = 0;
+        while self.index[(home + distance) & mask] != NONE {
+            distance += 1;
+        }
+        self.index[(home + distance) & mask] = tag(distance) | slot;
+    }
+
     fn cell_of(&self, id: RequestId) -> Option<usize> {
         if self.index.is_empty() {
             return None;
         }
-        let mut cell = self.home(id);
-        loop {
-            match self.index[cell] {
-                NONE => return None,
-                slot if self.get(slot).id == id => return Some(cell),
-                _ => cell = (cell + 1) & (self.index.len() - 1),
+        let mask = self.index.len() - 1;
+        let home = self.home(id);
+        for distance in 0.. {
+            let cell = (home + distance) & mask;
+            let found = self.index[cell];
+            if found == NONE {
+                break;
+            }
+            if found & !SLOT == tag(distance) && self.get(found & SLOT).id == id {
+                return Some(cell);
             }
         }
+        None
     }
 
     /// Empties a cell and moves back what was pushed past it, so that searches need no tombstones.
@@ -227,14 +241,19 @@ impl Table {
         let mut cell = hole;
         loop {
             cell = (cell + 1) & mask;
-            let slot = self.index[cell];
-            if slot == NONE {
+            let found = self.index[cell];
+            if found == NONE {
                 break;
             }
-            let home = self.home(self.get(slot).id);
+            let distance = match found >> Place::SLOT_BITS {
+                // So far away that only the entry itself knows.
+                FAR => cell.wrapping_sub(self.home(self.get(found & SLOT).id)) & mask,
+                distance => distance as usize,
+            };
+            let gap = cell.wrapping_sub(hole) & mask;
             // Its search passes the hole unless it starts after it.
-            if (cell.wrapping_sub(home) & mask) >= (cell.wrapping_sub(hole) & mask) {
-                self.index[hole] = slot;
+            if distance >= gap {
+                self.index[hole] = tag(distance - gap) | (found & SLOT);
                 hole = cell;
             }
         }
@@ -242,18 +261,22 @@ impl Table {
     }
 
     fn grow_index(&mut self) {
-        let len = (self.index.len() * 2).max(16);
-        self.index = vec![NONE; len];
-        for page in &self.pages {
-            for entry in page.iter().flatten() {
-                let mut cell = self.home(entry.id);
-                while self.index[cell] != NONE {
-                    cell = (cell + 1) & (len - 1);
-                }
-                self.index[cell] = entry.place.slot();
+        self.index = vec![NONE; (self.index.len() * 2).max(16)];
+        for slot in 0..self.pages.iter().map(Vec::len).sum::<usize>() as u32 {
+            if let Some(entry) = &self.pages[slot as usize / PAGE][slot as usize % PAGE] {
+                self.enter(entry.id, slot);
             }
         }
     }
+}
+
+/// The bits of a cell that hold a slot.
+const SLOT: u32 = (1 << Place::SLOT_BITS) - 1;
+/// The distance that stands for all longer ones.
+const FAR: u32 = NONE >> Place::SLOT_BITS;
+
+fn tag(distance: usize) -> u32 {
+    (distance as u32).min(FAR) << Place::SLOT_BITS
 }
 
 #[cfg(test)]
@@ -287,6 +310,24 @@ mod tests {
     #[test]
     fn an_entry_is_two_cache_lines() {
         assert_eq!(std::mem::size_of::<Option<Entry>>(), 128);
+    }
+
+    #[test]
+    fn ids_that_all_collide_are_found() {
+        let mut table = Table::default();
+        // With Fibonacci hashing, multiples of the inverse of the factor land next to each other; these land on one cell of any index shorter than 2^20.
+        let id = |n: u64| n.wrapping_mul(0xf1de_83e1_9937_733d);
+        for n in 0..2000 {
+            let slot = table.vacant().unwrap();
+            table.insert(Entry::new(&request(id(n)), Place::new(0, slot)));
+        }
+        for n in (0..2000).step_by(3) {
+            table.remove(table.slot_of(RequestId(id(n))).unwrap());
+        }
+        for n in 0..2000 {
+            let found = table.slot_of(RequestId(id(n))).map(|slot| table.get(slot).id);
+            assert_eq!(found, (n % 3 != 0).then_some(RequestId(id(n))));
+        }
     }
 
     proptest! {
