@@ -259,7 +259,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     let urls = engines.iter().map(|engine| engine.url().parse()).collect::<Result<Vec<BackendUrl>, _>>()?;
     let snapshot = serve::without_file(&urls, args.listen, args.admin, "fcfs", args.ranker.clone())?;
-    let listener = server::Server::bind(snapshot.listen, None, snapshot.edge.clone(), Options { threads: 1, ..Options::default() })?;
+    let listener = server::Server::bind(snapshot.listen, None, Options { threads: 1, ..Options::default() })?;
     let address = listener.address();
     let gateway = runtime.block_on(Gateway::start(snapshot))?;
     runtime.block_on(admin::start(Arc::clone(&gateway), None))?;

@@ -52,7 +52,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     };
     let options = Options { upgrade_sock: args.upgrade_sock.clone(), upgrade: args.upgrade, threads: snapshot.threads };
     let scheme = if snapshot.tls.is_some() { "https" } else { "http" };
-    let server = Server::bind(snapshot.listen, snapshot.tls.clone(), snapshot.edge.clone(), options)?;
+    let server = Server::bind(snapshot.listen, snapshot.tls.clone(), options)?;
     let runtime = runtime()?;
     let gateway = runtime.block_on(Gateway::start(snapshot))?;
     runtime.block_on(admin::start(Arc::clone(&gateway), args.config.as_deref()))?;

@@ -224,7 +224,7 @@ async fn start(backends: &[&Backend], change: impl FnOnce(&mut Snapshot, &mut Po
     }
     change(&mut snapshot, &mut pool);
     snapshot.pools = vec![Arc::new(pool)];
-    let server = Server::bind(nowhere, None, snapshot.edge.clone(), Options { threads: 2, ..Options::default() }).unwrap();
+    let server = Server::bind(nowhere, None, Options { threads: 2, ..Options::default() }).unwrap();
     let address = server.address();
     let gateway = Gateway::start(snapshot).await.unwrap();
     let proxy = Arc::new(Proxy::new(Arc::clone(&gateway)));

@@ -27,6 +27,7 @@ struct StandIn {
     events: mpsc::UnboundedSender<Event>,
     draining: watch::Sender<bool>,
     go: watch::Receiver<bool>,
+    limits: Edge,
 }
 
 #[derive(Debug, PartialEq)]
@@ -131,6 +132,10 @@ impl Handler for StandIn {
         response
     }
 
+    fn limits(&self) -> Edge {
+        self.limits.clone()
+    }
+
     fn start_drain(&self) {
         self.draining.send_replace(true);
     }
@@ -150,16 +155,16 @@ struct Running {
     ended: tokio::sync::oneshot::Receiver<()>,
 }
 
-fn start_with(tls: Option<Tls>, edge: Edge) -> Running {
+fn start_with(tls: Option<Tls>, limits: Edge) -> Running {
     let (events_in, events) = mpsc::unbounded_channel();
     let (stop, stopped) = watch::channel(false);
     let (go, gone) = watch::channel(false);
     let (draining_in, draining) = watch::channel(false);
     let (ending, ended) = tokio::sync::oneshot::channel();
-    let server = Server::bind("127.0.0.1:0".parse().unwrap(), tls, edge, Options { threads: 2, ..Options::default() }).unwrap();
+    let server = Server::bind("127.0.0.1:0".parse().unwrap(), tls, Options { threads: 2, ..Options::default() }).unwrap();
     let address = server.address();
     std::thread::spawn(move || {
-        server.run(Arc::new(StandIn { events: events_in, draining: draining_in, go: gone }), Stop::Told(stopped)).unwrap();
+        server.run(Arc::new(StandIn { events: events_in, draining: draining_in, go: gone, limits }), Stop::Told(stopped)).unwrap();
         let _ = ending.send(());
     });
     Running { address, events, stop, go, draining, ended }
@@ -284,6 +289,19 @@ async fn a_client_that_half_closes_is_told_by_the_end_of_the_connection() {
     socket.shutdown().await.unwrap();
     assert_eq!(server.event().await, Event::Left);
     assert_eq!(read_to_end(&mut socket).await, "");
+    server.end().await;
+}
+
+/// Where half-closing clients are served, it waits for its answer.
+#[tokio::test]
+async fn a_client_that_half_closes_gets_its_answer_where_that_is_configured() {
+    let mut server = start_with(None, Edge { half_close: true, ..Edge::default() });
+    let mut socket = server.connect().await;
+    socket.write_all(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+    assert_eq!(server.event().await, Event::Began);
+    socket.shutdown().await.unwrap();
+    server.go.send(true).unwrap();
+    assert!(read_to_end(&mut socket).await.ends_with("waited"));
     server.end().await;
 }
 
@@ -432,13 +450,8 @@ fn tls_offers_both_protocols() {
         }
         assert_eq!(tls.conn.alpn_protocol(), Some(chosen.as_bytes()));
     }
-    let missing = Server::bind(
-        "127.0.0.1:0".parse().unwrap(),
-        Some(Tls { cert: data("none"), key: data("localhost.key") }),
-        Edge::default(),
-        Options::default(),
-    );
+    let missing = Server::bind("127.0.0.1:0".parse().unwrap(), Some(Tls { cert: data("none"), key: data("localhost.key") }), Options::default());
     assert!(missing.is_err_and(|error| error.to_string().contains("none")));
     let swapped = Tls { cert: data("localhost.key"), key: data("localhost.crt") };
-    assert!(Server::bind("127.0.0.1:0".parse().unwrap(), Some(swapped), Edge::default(), Options::default()).is_err());
+    assert!(Server::bind("127.0.0.1:0".parse().unwrap(), Some(swapped), Options::default()).is_err());
 }

@@ -59,6 +59,7 @@ pub(super) struct Edge {
     pub head_timeout: Option<Leaf<Duration>>,
     pub body_timeout: Option<Leaf<Duration>>,
     pub drain: Option<Leaf<Duration>>,
+    pub half_close: Option<Leaf<bool>>,
     pub headers: Option<Leaf<bool>>,
 }
 

@@ -100,6 +100,8 @@ pub struct Edge {
     pub body_timeout: Duration,
     /// How long running requests may go on after SIGTERM.
     pub drain: Duration,
+    /// Whether an HTTP/1.1 client that closes its sending side still waits for its answer. Then one that left is noticed only when it is written to.
+    pub half_close: bool,
     /// Whether `x-headway-*` response headers are sent.
     pub headers: bool,
 }
@@ -113,6 +115,7 @@ impl Default for Edge {
             head_timeout: Duration::from_secs(10),
             body_timeout: Duration::from_secs(120),
             drain: Duration::from_secs(120),
+            half_close: false,
             headers: true,
         }
     }

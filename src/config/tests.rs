@@ -56,7 +56,7 @@ listen: 127.0.0.1:${PORT}
 admin: 127.0.0.1:9099
 threads: 3
 policy: fcfs
-edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, headers: false }
+edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, half_close: true, headers: false }
 limits: { queue_requests: 10, queue_bytes: 8MiB }
 timeouts: { queue: 30s }
 pools:
@@ -86,7 +86,7 @@ pools:
     assert_eq!(snapshot.threads, 3);
     assert_eq!(snapshot.policy.name, "fcfs");
     assert_eq!(snapshot.edge.max_body, 1 << 20);
-    assert!(!snapshot.edge.headers);
+    assert!(snapshot.edge.half_close && !snapshot.edge.headers);
     let chat = &snapshot.pools[0];
     assert_eq!(chat.policy.name, "own");
     assert_eq!(chat.limits, crate::scheduler::Limits { queue_requests: 10, queue_bytes: 8 << 20, max_output: 100 });

@@ -351,6 +351,7 @@ impl Builder<'_> {
             head_timeout: self.checker.duration(raw.head_timeout.as_ref(), &place.key("head_timeout"), default.head_timeout),
             body_timeout: self.checker.duration(raw.body_timeout.as_ref(), &place.key("body_timeout"), default.body_timeout),
             drain: self.checker.duration(raw.drain.as_ref(), &place.key("drain"), default.drain),
+            half_close: self.checker.optional(raw.half_close.as_ref(), &place.key("half_close"), default.half_close),
             headers: self.checker.optional(raw.headers.as_ref(), &place.key("headers"), default.headers),
         }
     }

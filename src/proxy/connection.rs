@@ -72,6 +72,8 @@ impl Drop for InProgress {
 pub struct Downstream<S> {
     stream: S,
     protocol: Protocol,
+    /// A client that has closed its sending side may still be there.
+    half_close: bool,
     vitals: Arc<Vitals>,
     /// Read before hyper asked.
     ahead: BytesMut,
@@ -98,7 +100,7 @@ enum Silence {
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Downstream<S> {
     /// Waits for enough bytes to tell the protocol. `None` if the client left or took longer than `head_timeout`.
-    pub async fn detect(mut stream: S, vitals: Arc<Vitals>, head_timeout: Duration) -> Option<Downstream<S>> {
+    pub async fn detect(mut stream: S, vitals: Arc<Vitals>, head_timeout: Duration, half_close: bool) -> Option<Downstream<S>> {
         let began = Instant::now();
         let mut ahead = BytesMut::with_capacity(8 << 10);
         let detecting = async {
@@ -119,6 +121,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Downstream<S> {
         Some(Downstream {
             stream,
             protocol,
+            half_close,
             vitals,
             ahead,
             asked: false,
@@ -178,7 +181,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Downstream<S> {
     /// Looks whether the client is still there while hyper does not read. One that has closed its sending side counts as gone: a close and a half-close
     /// look the same until something is written.
     fn poll_presence(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        if std::mem::take(&mut self.asked) || self.protocol == Protocol::Http2 || !self.vitals.is_busy() {
+        if std::mem::take(&mut self.asked) || self.half_close || self.protocol == Protocol::Http2 || !self.vitals.is_busy() {
             return Ok(());
         }
         while self.ahead.len() < AHEAD {
@@ -269,7 +272,7 @@ mod tests {
         let (mut client, server) = duplex(64 << 10);
         client.write_all(first).await.unwrap();
         let vitals = Arc::<Vitals>::default();
-        let downstream = Downstream::detect(server, Arc::clone(&vitals), HEAD).await.unwrap();
+        let downstream = Downstream::detect(server, Arc::clone(&vitals), HEAD, false).await.unwrap();
         (client, downstream, vitals)
     }
 
@@ -290,7 +293,7 @@ mod tests {
                     tokio::task::yield_now().await;
                 }
             };
-            let (downstream, ()) = tokio::join!(Downstream::detect(server, Arc::default(), HEAD), sending);
+            let (downstream, ()) = tokio::join!(Downstream::detect(server, Arc::default(), HEAD, false), sending);
             let mut downstream = downstream.unwrap();
             assert_eq!(downstream.protocol(), protocol);
             let mut seen = Vec::new();
@@ -301,7 +304,7 @@ mod tests {
         }
         let (mut client, server) = duplex(64);
         client.write_all(&PREFACE[..7]).await.unwrap();
-        assert!(Downstream::detect(server, Arc::default(), HEAD).await.is_none());
+        assert!(Downstream::detect(server, Arc::default(), HEAD, false).await.is_none());
     }
 
     #[tokio::test(start_paused = true)]

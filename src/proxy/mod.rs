@@ -108,6 +108,10 @@ impl Handler for Proxy {
         }
     }
 
+    fn limits(&self) -> Edge {
+        self.gateway.live().snapshot.edge.clone()
+    }
+
     fn start_drain(&self) {
         self.gateway.start_drain();
     }

@@ -58,6 +58,9 @@ pub trait Handler: Send + Sync + 'static {
     /// Answers one request. The future, and then the body, are dropped when the client leaves.
     fn handle(self: Arc<Self>, request: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
 
+    /// The limits that hold now; asked once per connection.
+    fn limits(&self) -> Edge;
+
     /// The process is asked to end: whoever asks whether it is ready shall hear no.
     fn start_drain(&self);
 
@@ -95,7 +98,6 @@ pub struct Server {
     address: SocketAddr,
     socket: i32,
     tls: Option<Tls>,
-    edge: Edge,
     options: Options,
 }
 
@@ -109,7 +111,7 @@ pub enum Stop {
 
 impl Server {
     /// Opens the listening socket, or takes it over from a running process, and checks the certificate.
-    pub fn bind(listen: SocketAddr, tls: Option<Tls>, edge: Edge, options: Options) -> Result<Server, ServerError> {
+    pub fn bind(listen: SocketAddr, tls: Option<Tls>, options: Options) -> Result<Server, ServerError> {
         if let Some(tls) = &tls {
             check_certificate(tls)?;
         }
@@ -125,7 +127,7 @@ impl Server {
                 listening().map_err(|source| ServerError::Listen { address: listen, source })?
             }
         };
-        Ok(Server { address, socket, tls, edge, options })
+        Ok(Server { address, socket, tls, options })
     }
 
     /// Where it listens.
@@ -137,8 +139,7 @@ impl Server {
     pub fn run<H: Handler>(self, handler: Arc<H>, stop: Stop) -> Result<(), ServerError> {
         let name = self.address.to_string();
         let phase = Arc::new(watch::Sender::new(Phase::Serving));
-        let drain = self.edge.drain;
-        let app = App { handler: Arc::clone(&handler), phase: Arc::clone(&phase), edge: self.edge };
+        let app = App { handler: Arc::clone(&handler), phase: Arc::clone(&phase) };
         let mut inner = listening::Service::new("edge".to_owned(), app);
         // hyper has buffers of its own; TLS reads records of up to 16 KiB.
         let endpoint = match &self.tls {
@@ -152,7 +153,7 @@ impl Server {
         let (accepting, accept) = watch::channel(false);
         let sockets = Arc::<Mutex<Option<ListenFds>>>::default();
         let service = Service { inner, threads, name: name.clone(), socket: self.socket, accept, sockets: Arc::clone(&sockets) };
-        let shutdown = Shutdown { handler, stop, phase, drain, accepting, upgrade_sock: self.options.upgrade_sock, sockets };
+        let shutdown = Shutdown { handler, stop, phase, accepting, upgrade_sock: self.options.upgrade_sock, sockets };
 
         let conf = ServerConf { threads, ..ServerConf::default() };
         let mut server = pingora::server::Server::new_with_opt_and_conf(None, conf);
@@ -210,7 +211,6 @@ struct App<H> {
     handler: Arc<H>,
     /// Every connection holds a receiver: when all are gone, the server may end.
     phase: Arc<watch::Sender<Phase>>,
-    edge: Edge,
 }
 
 #[async_trait]
@@ -225,8 +225,9 @@ impl<H: Handler> App<H> {
     /// Serves one connection to its end.
     async fn serve(&self, stream: Stream, phase: watch::Receiver<Phase>) {
         let vitals = Arc::<Vitals>::default();
-        let patience = if *phase.borrow() < Phase::Closing { self.edge.head_timeout } else { self.edge.head_timeout.min(LATE) };
-        let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), patience).await else { return };
+        let limits = self.handler.limits();
+        let patience = if *phase.borrow() < Phase::Closing { limits.head_timeout } else { limits.head_timeout.min(LATE) };
+        let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), patience, limits.half_close).await else { return };
         let protocol = downstream.protocol();
         let io = TokioIo::new(downstream);
         let (handler, counted, closing) = (Arc::clone(&self.handler), Arc::clone(&vitals), phase.clone());
@@ -244,7 +245,8 @@ impl<H: Handler> App<H> {
         match protocol {
             Protocol::Http1 => {
                 let connection = http1::Builder::new()
-                    .max_header_size(self.edge.max_head.saturating_mul(OVER).max(LEAST_HEAD))
+                    .max_header_size(limits.max_head.saturating_mul(OVER).max(LEAST_HEAD))
+                    .half_close(limits.half_close)
                     .header_read_timeout(None)
                     .timer(TokioTimer::new())
                     .serve_connection(io, service);
@@ -253,7 +255,7 @@ impl<H: Handler> App<H> {
             Protocol::Http2 => {
                 let connection = http2::Builder::new(TokioExecutor::new())
                     .max_concurrent_streams(STREAMS)
-                    .max_header_list_size(u32::try_from(self.edge.max_head.saturating_mul(OVER)).unwrap_or(u32::MAX))
+                    .max_header_list_size(u32::try_from(limits.max_head.saturating_mul(OVER)).unwrap_or(u32::MAX))
                     .keep_alive_interval(PING)
                     .timer(TokioTimer::new())
                     .serve_connection(io, service);
@@ -326,7 +328,6 @@ struct Shutdown<H> {
     handler: Arc<H>,
     stop: Stop,
     phase: Arc<watch::Sender<Phase>>,
-    drain: Duration,
     /// True ends the accepting of connections.
     accepting: watch::Sender<bool>,
     upgrade_sock: Option<PathBuf>,
@@ -368,11 +369,12 @@ impl<H: Handler> ShutdownSignalWatch for Shutdown<H> {
 impl<H: Handler> Shutdown<H> {
     /// Lets what runs finish, at most as long as the configuration allows. New connections are still answered, with a refusal.
     async fn drain(&self) {
+        let within = self.handler.limits().drain;
         self.handler.start_drain();
         self.phase.send_replace(Phase::Closing);
-        let finished = async { tokio::join!(self.phase.closed(), self.handler.drained(self.drain)) };
-        if tokio::time::timeout(self.drain, finished).await.is_err() {
-            tracing::warn!(seconds = self.drain.as_secs(), connections = self.phase.receiver_count(), "not everything finished in time");
+        let finished = async { tokio::join!(self.phase.closed(), self.handler.drained(within)) };
+        if tokio::time::timeout(within, finished).await.is_err() {
+            tracing::warn!(seconds = within.as_secs(), connections = self.phase.receiver_count(), "not everything finished in time");
             self.handler.cut();
             self.phase.send_replace(Phase::Cutting);
             let _ = tokio::time::timeout(LATE, self.phase.closed()).await;
