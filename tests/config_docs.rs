@@ -1,4 +1,5 @@
 //! The example is valid, and the reference describes every field that the program reads.
+#![cfg(feature = "gateway")]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;

@@ -1,4 +1,5 @@
 //! SIGHUP reloads the configuration. A file of its own: a signal reaches every task of its process.
+#![cfg(feature = "gateway")]
 
 use std::fs;
 use std::process::Command;

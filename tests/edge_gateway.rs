@@ -1,5 +1,5 @@
 //! The edge end to end over raw sockets: a client that writes bytes, backends that are played by hand, and the pool's own view of what is left behind.
-
+#![cfg(feature = "gateway")]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use std::sync::Arc;

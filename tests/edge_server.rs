@@ -1,5 +1,5 @@
 //! The server under rough clients, with a stand-in for what answers: nothing is lost, nothing is left behind.
-
+#![cfg(feature = "gateway")]
 #![allow(clippy::unwrap_used)] // A test fails by panicking.
 
 use std::pin::Pin;

@@ -1,5 +1,6 @@
 //! The fleet against a real llama.cpp server: who it is, its slots, its metrics, its death and its return.
 //! `tests/run` installs the server into target/venv and runs this; by hand: `cargo test --test fleet_llamacpp -- --ignored`.
+#![cfg(feature = "gateway")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};

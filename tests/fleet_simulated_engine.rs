@@ -1,4 +1,5 @@
 //! The fleet against the simulated engine, which speaks vLLM's API and metrics: found out, its load followed, ejected when its health check turns, readmitted.
+#![cfg(feature = "gateway")]
 
 use std::sync::Arc;
 use std::time::Duration;
