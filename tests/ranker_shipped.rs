@@ -1,0 +1,84 @@
+//! The ranker that ships: it loads, computes what PyTorch computes, orders obvious cases and is small.
+#![cfg(feature = "gateway")]
+
+use std::path::Path;
+
+use headway::config::{Device, RankerSettings};
+use headway::ranker::model::{Config, Model};
+use headway::ranker::tokenizer::Pieces;
+use headway::ranker::{Opinion, PromptText, Ranker};
+
+const SHIPPED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/models/pars");
+
+/// A prompt as tests/ranker_reference.py left it.
+#[derive(serde::Deserialize)]
+struct Reference {
+    prompt: String,
+    /// Its word pieces, special ones included.
+    pieces: Vec<u32>,
+    /// Its score in f32 by PyTorch and transformers.
+    score: f32,
+}
+
+fn references() -> Vec<Reference> {
+    serde_json::from_str(include_str!("ranker_reference.json")).unwrap()
+}
+
+fn ranker() -> Ranker {
+    let deadline = Some(std::time::Duration::from_secs(3600));
+    Ranker::start(RankerSettings { weights: SHIPPED.into(), device: Device::Cpu, deadline, threads: 1 }).unwrap()
+}
+
+async fn score(ranker: &Ranker, user: &str) -> f32 {
+    match ranker.score(PromptText { system: String::new(), user: user.into() }).await {
+        Opinion::Scored(scored) => scored.score.get(),
+        Opinion::Neutral(neutral) => panic!("{user:?}: {neutral:?}"),
+    }
+}
+
+#[test]
+fn the_encoder_computes_what_pytorch_computes() {
+    let config = Config::from_json(&std::fs::read(Path::new(SHIPPED).join("config.json")).unwrap()).unwrap();
+    let tensors = candle_core::safetensors::load(Path::new(SHIPPED).join("model.safetensors"), &candle_core::Device::Cpu).unwrap();
+    let vb = candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F32, &candle_core::Device::Cpu);
+    let model = Model::new(&config, vb).unwrap();
+    let references = references();
+    assert_eq!(references.len(), 50);
+    for batch in references.chunks(16) {
+        let pieces: Vec<Pieces> = batch.iter().map(|reference| Pieces::of_ids(reference.pieces.clone())).collect();
+        let scores: Vec<f32> = model.forward(&pieces).unwrap().to_vec1().unwrap();
+        for (reference, score) in batch.iter().zip(scores) {
+            assert!((reference.score - score).abs() < 1e-4, "{:?}: {score}, not {}", reference.prompt, reference.score);
+        }
+    }
+}
+
+#[tokio::test]
+async fn text_in_score_out_is_what_pytorch_and_its_tokenizer_say() {
+    let ranker = ranker();
+    for reference in references() {
+        let score = score(&ranker, &reference.prompt).await;
+        assert!((reference.score - score).abs() < 1e-4, "{:?}: {score}, not {}", reference.prompt, reference.score);
+    }
+}
+
+#[tokio::test]
+async fn what_obviously_asks_for_more_scores_higher() {
+    let ranker = ranker();
+    let pairs = [
+        ("What is the capital of France? Answer in one word.", "Write a detailed 2000 word essay about the French Revolution."),
+        ("What is 2 + 2?", "Write a complete snake game in Python with comments."),
+        ("Yes or no: is the sky blue?", "Write a long story about a dragon who learns to cook."),
+        ("Translate 'hello' to Spanish.", "Create a detailed 30-day workout and meal plan for a beginner."),
+    ];
+    for (short, long) in pairs {
+        let (short_score, long_score) = (score(&ranker, short).await, score(&ranker, long).await);
+        assert!(short_score < long_score, "{short:?} {short_score} and {long:?} {long_score}");
+    }
+}
+
+#[test]
+fn the_directory_is_at_most_50_megabytes() {
+    let bytes: u64 = std::fs::read_dir(SHIPPED).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
+    assert!(bytes <= 50_000_000, "{bytes}");
+}
