@@ -409,3 +409,246 @@ fn remember<T>(ring: &mut VecDeque<T>, most: usize, value: T) {
     }
     ring.push_back(value);
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::event::{Request, RequestId};
+    use super::super::queue::Place;
+    use super::super::rng::Rng;
+    use super::super::score::Weight;
+    use super::super::time::Time;
+    use super::*;
+
+    const MODEL: ModelId = ModelId(0);
+
+    fn scored(score: u32, version: u32) -> Scored {
+        Scored { score: Score::new(score as f32).unwrap(), version: RankerVersion(version) }
+    }
+
+    /// Answers of a model to prompts scored 0 to 99, evenly and mixed, with these lengths.
+    fn teach(calibration: &mut Calibration, model: ModelId, version: u32, answers: u32, mut length: impl FnMut(u32) -> Tokens) {
+        for n in 0..answers {
+            let score = n * 37 % 100;
+            calibration.scored(scored(score, version));
+            calibration.remember(Sample { model: Some(model), score: Some(scored(score, version)), output: length(score), cut: false });
+        }
+        // However few they are.
+        calibration.left_out = MOST_LEFT_OUT;
+        calibration.refresh(std::iter::empty(), true);
+    }
+
+    /// Expected output by score.
+    fn expected(calibration: &Calibration, model: ModelId, version: u32) -> Vec<Tokens> {
+        (0..100).map(|score| calibration.estimate(model, Some(scored(score, version)), None, 100_000).mean).collect()
+    }
+
+    fn is_flat(expected: &[Tokens]) -> bool {
+        expected.iter().all(|tokens| *tokens == expected[0])
+    }
+
+    fn near(tokens: Tokens, expected: Tokens, tolerance: f64) -> bool {
+        (f64::from(tokens) / f64::from(expected) - 1.0).abs() < tolerance
+    }
+
+    #[test]
+    fn scores_that_order_lengths_become_lengths() {
+        let mut calibration = Calibration::default();
+        assert!(is_flat(&expected(&calibration, MODEL, 1)), "before anything was seen");
+        teach(&mut calibration, MODEL, 1, 2000, |score| 10 * (score + 1));
+        let expected = expected(&calibration, MODEL, 1);
+        assert!(expected.is_sorted(), "{expected:?}");
+        // A twelfth of 2000 fading answers, leaning on the mean of all as if there were 30 of that length.
+        for (score, length) in [(20, 271), (55, 537), (90, 825)] {
+            assert!(near(expected[score], length, 0.1), "{} at {score}", expected[score]);
+        }
+        let estimate = |limit| calibration.estimate(MODEL, Some(scored(90, 1)), None, limit);
+        assert!(estimate(100_000).at_most > estimate(100_000).mean);
+        assert!(estimate(200).mean <= 200 && estimate(200).at_most == 200, "cut at the limit");
+        assert_eq!(estimate(0), Estimate { mean: 1, at_most: 1 });
+        let neutral = calibration.estimate(MODEL, None, None, 100_000).mean;
+        assert!(near(neutral, 505, 0.1), "{neutral} without a score");
+        let view = calibration.known().next().unwrap();
+        assert!(view.trusted && view.tau.unwrap() > 0.9 && (view.samples - 1270.0).abs() < 20.0 && (view.mean_output / 505.0 - 1.0).abs() < 0.1, "{view:?}");
+    }
+
+    #[test]
+    fn scores_that_say_nothing_are_flat() {
+        let mut rng = Rng::new(1);
+        let mut random = || (rng.next() % 2000) as Tokens + 1;
+        for length in [&mut |_| 300, &mut |score| 1000 - 10 * score, &mut |_| random()] as [&mut dyn FnMut(u32) -> Tokens; 3] {
+            let mut calibration = Calibration::default();
+            teach(&mut calibration, MODEL, 1, 2000, length);
+            assert!(is_flat(&expected(&calibration, MODEL, 1)));
+            assert!(!calibration.known().next().unwrap().trusted);
+        }
+        let mut calibration = Calibration::default();
+        for n in 0..500 {
+            calibration.scored(scored(7, 1));
+            calibration.remember(Sample { model: Some(MODEL), score: Some(scored(7, 1)), output: n, cut: false });
+        }
+        calibration.refresh(std::iter::empty(), true);
+        assert!(is_flat(&expected(&calibration, MODEL, 1)), "equal scores");
+    }
+
+    /// One model's scores are of use, another's are inverted: each has what it deserves.
+    #[test]
+    fn a_model_is_doubted_alone() {
+        let (mut calibration, other) = (Calibration::default(), ModelId(1));
+        teach(&mut calibration, MODEL, 1, 2000, |score| 10 * (score + 1));
+        teach(&mut calibration, other, 1, 400, |score| 1000 - 10 * score);
+        assert!(is_flat(&expected(&calibration, other, 1)));
+        assert!(expected(&calibration, MODEL, 1)[90] > 2 * expected(&calibration, MODEL, 1)[20]);
+    }
+
+    #[test]
+    fn a_model_seen_rarely_leans_on_the_others() {
+        let (mut calibration, rare, unseen) = (Calibration::default(), ModelId(1), ModelId(2));
+        teach(&mut calibration, MODEL, 1, 2000, |score| 10 * (score + 1));
+        teach(&mut calibration, rare, 1, 3, |_| 4000);
+        let at = |model, score: usize| expected(&calibration, model, 1)[score];
+        assert!(near(at(unseen, 90), at(MODEL, 90), 0.1) && near(at(unseen, 20), at(MODEL, 20), 0.2));
+        let pooled = calibration.estimate(rare, None, None, 100_000).mean;
+        assert!(near(pooled, (3 * 4000 + 30 * 505) / 33, 0.1), "{pooled}");
+        assert!(at(rare, 90) > at(rare, 20), "three answers do not show that scores say nothing");
+    }
+
+    #[test]
+    fn a_ranker_starts_bins_of_its_own() {
+        let mut calibration = Calibration::default();
+        teach(&mut calibration, MODEL, 1, 2000, |score| 10 * (score + 1));
+        let old = expected(&calibration, MODEL, 1);
+        calibration.scored(scored(5, 2));
+        calibration.left_out = MOST_LEFT_OUT;
+        calibration.refresh(std::iter::empty(), true);
+        assert!(is_flat(&expected(&calibration, MODEL, 2)), "scores of another ranker are not comparable");
+        assert_eq!(calibration.current_ranker().unwrap(), scored(5, 2));
+        teach(&mut calibration, MODEL, 2, 2000, |score| 2 * (score + 1));
+        let new = expected(&calibration, MODEL, 2);
+        assert!(new[20] < new[90] && new[90] < old[90] / 2, "{new:?}");
+        assert!(calibration.current_ranker().unwrap().score > scored(45, 2).score && calibration.current_ranker().unwrap().score < scored(55, 2).score);
+        (3..=VERSIONS as u32 + 1).for_each(|version| calibration.scored(scored(1, version)));
+        assert_eq!(calibration.learnt().0.first().unwrap().version, RankerVersion(2), "the oldest ranker is forgotten");
+    }
+
+    #[test]
+    fn what_was_learnt_survives_a_restart() {
+        let mut calibration = Calibration::default();
+        teach(&mut calibration, MODEL, 1, 3000, |score| 10 * (score + 1));
+        calibration.remember(Sample { model: None, score: None, output: 5, cut: true });
+        calibration.refresh(std::iter::empty(), true);
+        let (scores, samples) = calibration.learnt();
+        assert_eq!((scores.len(), samples.len()), (SCORES, 3001));
+        let mut restarted = Calibration::default();
+        restarted.restore(&scores, &samples);
+        assert_eq!(expected(&restarted, MODEL, 1), expected(&calibration, MODEL, 1));
+    }
+
+    #[test]
+    fn old_answers_fade() {
+        let mut calibration = Calibration::default();
+        teach(&mut calibration, MODEL, 1, 3000, |_| 1000);
+        teach(&mut calibration, MODEL, 1, HALF_LIFE as u32, |_| 100);
+        let mean = calibration.estimate(MODEL, None, None, 100_000).mean;
+        assert!(near(mean, 500, 0.2), "{mean}: the last ones weigh 1, the ones before 1/2 + 1/4 in sum");
+    }
+
+    fn entry(output_limit: Tokens) -> Entry {
+        let request = Request {
+            id: RequestId(1),
+            arrived: Time::ZERO,
+            model: MODEL,
+            score: Some(scored(50, 1)),
+            prompt_tokens: 1,
+            max_output: Some(output_limit),
+            attained: 0,
+            weight: Weight::ONE,
+            expires: Time::MAX,
+            bytes: 0,
+            unscored: false,
+            excluded: Vec::new(),
+            tenant: Some(TenantId(1)),
+            prefix: None,
+            oracle_output: None,
+        };
+        Entry::new(&request, Place::new(0, 0))
+    }
+
+    #[test]
+    fn what_was_cut_or_runs_is_longer() {
+        let endings: [(Ending, Option<bool>); 7] = [
+            (Ending::Completed { output: 100, prompt: None }, Some(false)),
+            (Ending::Truncated { output: 100, prompt: None }, Some(true)),
+            (Ending::Cancelled { output: 100 }, Some(true)),
+            (Ending::Failed { output: 100 }, Some(true)),
+            (Ending::Cancelled { output: 0 }, None),
+            (Ending::Pushback, None),
+            (Ending::Uncounted, None),
+        ];
+        for (ending, cut) in endings {
+            let mut calibration = Calibration::default();
+            calibration.answered(&entry(100), ending, 100);
+            let (_, samples) = calibration.learnt();
+            assert_eq!(samples.first().map(|sample| sample.cut), cut, "{ending:?}");
+        }
+
+        let mut calibration = Calibration::default();
+        teach(&mut calibration, MODEL, 1, 100, |_| 100);
+        let mean = |calibration: &Calibration| calibration.estimate(MODEL, None, None, 100_000).mean;
+        let before = mean(&calibration);
+        let mut running = entry(100_000);
+        running.stage = Stage::Running { released: Time::ZERO, produced: 5000, remaining: 1 };
+        calibration.fresh = 100;
+        calibration.refresh(std::iter::repeat_n(&running, 50), true);
+        assert!(mean(&calibration) > before * 13 / 10, "{} then {}", before, mean(&calibration));
+        running.unscored = true;
+        calibration.fresh = 100;
+        calibration.refresh(std::iter::repeat_n(&running, 50), true);
+        assert_eq!(mean(&calibration), before, "what produces no tokens says nothing of lengths");
+    }
+
+    #[test]
+    fn estimates_stay_until_they_move_by_a_tenth() {
+        let mut calibration = Calibration::default();
+        teach(&mut calibration, MODEL, 1, 1000, |score| 10 * (score + 1));
+        let before = expected(&calibration, MODEL, 1);
+        let learn = |calibration: &mut Calibration, answers: u32, factor| {
+            for score in 0..answers {
+                calibration.remember(Sample { model: Some(MODEL), score: Some(scored(score, 1)), output: factor * (score + 1), cut: false });
+            }
+        };
+        learn(&mut calibration, 100, 11);
+        assert!(!calibration.refresh(std::iter::empty(), false));
+        assert_eq!(expected(&calibration, MODEL, 1), before);
+        // Too few to look at, until they have waited for long enough.
+        learn(&mut calibration, 5, 20_000);
+        for _ in 0..MOST_LEFT_OUT {
+            assert!(!calibration.refresh(std::iter::empty(), false));
+        }
+        assert!(calibration.refresh(std::iter::empty(), false));
+        assert!(expected(&calibration, MODEL, 1) != before);
+    }
+
+    #[test]
+    fn a_tenant_whose_answers_run_long_is_expected_to() {
+        let mut calibration = Calibration::default();
+        teach(&mut calibration, MODEL, 1, 2000, |_| 200);
+        let mean = |calibration: &Calibration, tenant| calibration.estimate(MODEL, None, Some(TenantId(tenant)), 100_000).mean;
+        let before = mean(&calibration, 1);
+        for _ in 0..300 {
+            calibration.answered(&entry(100_000), Ending::Completed { output: 600, prompt: None }, 100_000);
+            calibration.answered(&entry(100_000), Ending::Cancelled { output: 1 }, 100_000);
+        }
+        assert!(near(mean(&calibration, 1), before * 14 / 5, 0.1), "{} then {}", before, mean(&calibration, 1));
+        assert_eq!(mean(&calibration, 2), before);
+    }
+
+    #[test]
+    fn models_beyond_the_limit_share_what_is_known() {
+        let mut calibration = Calibration::default();
+        for model in 0..MODELS as u32 + 10 {
+            calibration.remember(Sample { model: Some(ModelId(model)), score: None, output: 10, cut: false });
+        }
+        calibration.refresh(std::iter::empty(), true);
+        assert_eq!((calibration.models.len(), calibration.others.len(), calibration.known().count()), (MODELS, 10, MODELS));
+    }
+}

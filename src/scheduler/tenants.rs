@@ -80,3 +80,61 @@ impl Record {
         (self.pairs >= 100.0).then(|| self.agreement / self.pairs)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::score::{RankerVersion, Score};
+    use super::*;
+
+    const TENANT: TenantId = TenantId(1);
+
+    fn scored(score: u32, version: u32) -> Option<Scored> {
+        Some(Scored { score: Score::new(score as f32).unwrap(), version: RankerVersion(version) })
+    }
+
+    #[test]
+    fn corrects_by_the_ratio_of_what_came_to_what_was_expected() {
+        let mut tenants = Tenants::default();
+        for _ in 0..30 {
+            tenants.answered(TENANT, None, 100.0, 300);
+        }
+        // Thirty answers and thirty without surprise.
+        assert!((tenants.correction(TENANT) - 2.0).abs() < 0.05, "{}", tenants.correction(TENANT));
+        assert_eq!(tenants.correction(TenantId(2)), 1.0);
+        for (actual, limit) in [(0, 0.25), (1000, 4.0)] {
+            (0..10_000).for_each(|_| tenants.answered(TENANT, None, 100.0, actual));
+            assert_eq!(tenants.correction(TENANT), limit);
+        }
+        // It follows within a few half-lives.
+        (0..20_000).for_each(|_| tenants.answered(TENANT, None, 100.0, 100));
+        assert!((tenants.correction(TENANT) - 1.0).abs() < 0.02, "{}", tenants.correction(TENANT));
+    }
+
+    #[test]
+    fn concordance_says_whether_scores_order_lengths() {
+        let concordance = |length: &dyn Fn(u32) -> Tokens, version: &dyn Fn(u32) -> u32, answers: u32| {
+            let mut tenants = Tenants::default();
+            (0..answers).for_each(|n| tenants.answered(TENANT, scored(n * 37 % 100, version(n)), 1.0, length(n * 37 % 100)));
+            tenants.iter().next().unwrap().concordance
+        };
+        let one = |_| 1;
+        assert_eq!(concordance(&|score| score + 1, &one, 10), None, "too few pairs");
+        assert_eq!(concordance(&|score| score + 1, &one, 100), Some(1.0));
+        assert_eq!(concordance(&|score| 1000 - score, &one, 100), Some(-1.0));
+        assert_eq!(concordance(&|_| 5, &one, 100), None, "equal lengths are no pairs");
+        assert_eq!(concordance(&|score| score + 1, &|n| n, 100), None, "scores of different rankers are no pairs");
+        let mixed = concordance(&|score| if score % 2 == 0 { score } else { 1000 - score }, &one, 1000).unwrap();
+        assert!(mixed.abs() < 0.3, "{mixed}");
+    }
+
+    #[test]
+    fn more_tenants_than_the_limit_are_not_corrected() {
+        let mut tenants = Tenants::default();
+        for tenant in 0..TENANTS as u32 + 1 {
+            (0..2).for_each(|_| tenants.answered(TenantId(tenant), None, 1.0, 100));
+        }
+        assert_eq!(tenants.iter().count(), TENANTS);
+        assert!(tenants.correction(TenantId(TENANTS as u32 - 1)) > 1.0);
+        assert_eq!(tenants.correction(TenantId(TENANTS as u32)), 1.0);
+    }
+}

@@ -185,3 +185,160 @@ impl Window {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn millis(millis: u64) -> Time {
+        Time::from_micros(millis * 1000)
+    }
+
+    fn load(running: u32, waiting: u32) -> Load {
+        Load { running: Some(running), waiting: Some(waiting), kv_used: None }
+    }
+
+    const AUTO: Slots = Slots::Auto { initial: 8, max: 64 };
+
+    #[test]
+    fn the_standing_decides_how_much_of_it_counts() {
+        let window = Window::new(Slots::Fixed(4));
+        let limits = [Standing::Healthy, Standing::Probing, Standing::Draining, Standing::Ejected, Standing::Gone].map(|standing| window.limit(standing));
+        assert_eq!(limits, [4, 1, 0, 0, 0]);
+        assert_eq!(Window::new(Slots::Fixed(0)).limit(Standing::Probing), 0);
+        assert_eq!(Window::new(Slots::Auto { initial: 8, max: 6 }).limit, 6);
+        assert_eq!(Window::new(Slots::Auto { initial: 0, max: 0 }).limit, 1);
+    }
+
+    #[test]
+    fn a_pushback_takes_a_quarter_that_grows_back() {
+        let mut window = Window::new(Slots::Fixed(32));
+        window.pushed_back(millis(5000), 31);
+        assert_eq!(window.limit, 24 - 1, "three quarters of what was in flight");
+        window.pushed_back(millis(5999), 23);
+        assert_eq!(window.limit, 23, "one burst");
+        window.tick(millis(5999));
+        assert_eq!(window.limit, 23);
+        window.tick(millis(6000));
+        assert_eq!(window.limit, 25);
+        (0..10).for_each(|_| window.tick(millis(7000)));
+        assert_eq!(window.limit, 32);
+        window.pushed_back(millis(9000), 0);
+        assert_eq!(window.limit, 1, "never nothing");
+    }
+
+    #[test]
+    fn fixed_slots_ignore_what_the_engine_reports() {
+        let mut window = Window::new(Slots::Fixed(8));
+        (0..60).for_each(|second| window.reported(millis(second * 1000), load(2, 6), 8, true));
+        (60..120).for_each(|second| window.reported(millis(second * 1000), load(8, 0), 8, true));
+        assert_eq!(window.limit, 8);
+    }
+
+    #[test]
+    fn grows_by_halves_until_the_engine_has_a_queue_and_by_doubling_steps_after() {
+        let mut window = Window::new(AUTO);
+        let mut limits = Vec::new();
+        for second in 0..3 {
+            let limit = window.limit;
+            window.reported(millis(second * 1000), load(limit, 0), limit, true);
+            limits.push(window.limit);
+        }
+        assert_eq!(limits, [12, 18, 27]);
+        window.reported(millis(3000), load(25, 2), 27, true);
+        assert_eq!(window.limit, 27, "one or two that wait are as it should be");
+        for second in 4..9 {
+            let limit = window.limit;
+            window.reported(millis(second * 1000), load(limit, 0), limit, true);
+            limits.push(window.limit);
+        }
+        assert_eq!(limits[3..], [28, 30, 34, 41, 49], "at most a quarter");
+        for second in 9..20 {
+            window.reported(millis(second * 1000), load(window.limit, 0), window.limit, true);
+        }
+        assert_eq!(window.limit, 64);
+    }
+
+    #[test]
+    fn does_not_grow_for_nobody_or_for_what_is_on_its_way() {
+        let mut window = Window::new(AUTO);
+        window.reported(millis(0), load(8, 0), 8, false);
+        window.reported(millis(1000), load(7, 0), 7, true);
+        window.reported(millis(2000), Load { waiting: None, ..load(8, 0) }, 8, true);
+        assert_eq!(window.limit, 8);
+        // A release that the engine does not show yet, until it should have.
+        for at in [3000, 3400, 3800, 4200, 4600] {
+            window.released(millis(at - 100));
+            window.reported(millis(at), load(7, 0), 8, true);
+            assert_eq!(window.limit, 8, "{at}");
+        }
+        window.released(millis(4900));
+        window.reported(millis(5000), load(7, 0), 8, true);
+        assert_eq!(window.limit, 12, "starving for two seconds");
+        window.released(millis(5100));
+        window.reported(millis(5599), load(7, 0), 12, true);
+        assert_eq!(window.limit, 12, "and anew after each growth");
+        window.reported(millis(5600), load(7, 0), 12, true);
+        assert_eq!(window.limit, 18, "half a second is enough to show");
+    }
+
+    #[test]
+    fn shrinks_to_what_runs_and_the_few_that_should_wait() {
+        let mut window = Window::new(Slots::Auto { initial: 40, max: 64 });
+        window.reported(millis(0), load(20, 20), 40, true);
+        window.reported(millis(499), load(20, 12), 40, true);
+        assert_eq!(window.limit, 40, "a burst passes");
+        window.reported(millis(500), load(25, 20), 40, true);
+        assert_eq!(window.limit, 27, "what runs and two");
+        window.reported(millis(1000), load(25, 4), 40, true);
+        assert_eq!(window.limit, 27, "it does not grow by shrinking");
+        // Without the number of those that run: by the fewest that waited.
+        let unknown = |waiting| Load { running: None, ..load(0, waiting) };
+        window.reported(millis(1100), unknown(2), 27, true);
+        for (at, waiting) in [(2000, 9), (2200, 7), (2500, 12)] {
+            window.reported(millis(at), unknown(waiting), 27, true);
+        }
+        assert_eq!(window.limit, 22, "five of seven were too many");
+        window.reported(millis(2700), unknown(12), 22, true);
+        assert_eq!(window.limit, 22, "counted anew");
+    }
+
+    #[test]
+    fn without_reports_throughput_decides() {
+        let mut window = Window::new(AUTO);
+        // An engine with room for 30, each slot a hundred tokens a second.
+        let second = |window: &mut Window, at: u64| {
+            window.settled(millis(at), window.limit, true);
+            window.computed(f64::from(window.limit.min(30)) * 100.0, false);
+            (0..10).for_each(|_| window.computed(0.0, true));
+            window.tick(millis(at + 1000));
+        };
+        (0..60).for_each(|n| second(&mut window, n * 1000));
+        assert!((27..=38).contains(&window.limit), "{}", window.limit);
+        let settled = window.limit;
+        window.reported(millis(60_000), load(settled - 1, 1), settled, true);
+        (60..89).for_each(|n| second(&mut window, n * 1000));
+        assert_eq!(window.limit, settled, "an engine that reports is not tried out");
+        // Not full, nothing is tried out.
+        for n in 100..200 {
+            window.settled(millis(n * 1000), settled - 1, true);
+            window.tick(millis(n * 1000));
+        }
+        assert_eq!(window.limit, settled);
+    }
+
+    #[test]
+    fn another_maximum_keeps_what_was_learnt_and_another_start_does_not() {
+        let mut window = Window::new(AUTO);
+        window.reported(millis(0), load(8, 0), 8, true);
+        window.reconfigure(AUTO);
+        window.reconfigure(Slots::Auto { initial: 8, max: 32 });
+        assert_eq!(window.limit, 12);
+        window.reconfigure(Slots::Auto { initial: 8, max: 10 });
+        assert_eq!(window.limit, 10);
+        window.reconfigure(Slots::Auto { initial: 4, max: 10 });
+        assert_eq!(window.limit, 4);
+        window.reconfigure(Slots::Fixed(3));
+        assert_eq!(window.limit, 3);
+    }
+}
