@@ -165,6 +165,9 @@ struct World {
     /// Whether each release from a queue was an aged one, in order, by the backend whose queue it was.
     turns: BTreeMap<BackendId, Vec<bool>>,
     share: f64,
+    threshold: Duration,
+    /// How full the engines say they are.
+    kv_used: BTreeMap<BackendId, f32>,
     log: Vec<Action>,
 }
 
@@ -172,6 +175,8 @@ impl World {
     fn new(policy: Policy, seed: u64) -> Self {
         World {
             share: policy.aging_share(),
+            threshold: policy.aging_threshold(),
+            kv_used: BTreeMap::new(),
             scheduler: Scheduler::new(policy, LIMITS, seed),
             now: 0,
             next_id: 0,
@@ -246,9 +251,15 @@ impl World {
                     }
                 }
             }
-            Step::Load(id, load) => drop(self.handle(Event::LoadReported(BackendId(*id), *load))),
+            Step::Load(id, load) => {
+                let id = BackendId(*id);
+                if self.scheduler.view().backends.iter().any(|backend| backend.id == id) {
+                    self.kv_used.insert(id, load.kv_used.unwrap_or(0.0));
+                }
+                self.handle(Event::LoadReported(id, *load));
+            }
             Step::Policy(policy) => {
-                self.share = policy.aging_share();
+                (self.share, self.threshold) = (policy.aging_share(), policy.aging_threshold());
                 self.turns.clear();
                 self.handle(Event::PolicyChanged(policy.clone()));
             }
@@ -311,6 +322,9 @@ impl World {
         if !changes_queues && self.scheduler.view().counters.rebuilds == rebuilds {
             self.follows_the_keys(&actions, &homes);
         }
+        if !changes_queues {
+            self.ages_in_order(&actions, &homes);
+        }
         for action in &actions {
             match action {
                 Action::Release { request, backend, facts } => {
@@ -318,6 +332,7 @@ impl World {
                     assert!(takes_requests(self.backends[backend].standing), "{backend:?} takes nothing");
                     assert!(!self.requests[request].excluded.contains(backend), "{backend:?} was tried before");
                     assert!(self.requests[request].expires > now);
+                    self.fits(*request, *backend);
                     self.running.insert(*request, *backend);
                     match homes.get(request) {
                         Some(home) if !changes_queues => {
@@ -358,6 +373,30 @@ impl World {
                 }
             }
         }
+    }
+
+    /// One by age is the oldest of its queue and has waited for long enough.
+    fn ages_in_order(&self, actions: &[Action], homes: &BTreeMap<RequestId, Explanation>) {
+        for action in actions {
+            let Action::Release { request, facts: Facts { aged: true, .. }, .. } = action else { continue };
+            assert!(Time::from_micros(self.now).since(self.requests[request].arrived) > self.threshold, "{request:?} is not aged");
+            let Some(released) = homes.get(request) else { continue };
+            for (id, left) in homes.iter().filter(|(id, left)| left.backend == released.backend && self.scheduler.explain(**id).is_some()) {
+                assert!((released.arrived, released.sequence) < (left.arrived, left.sequence), "{id:?} is older than {request:?}");
+            }
+        }
+    }
+
+    /// Nothing is added to what runs unless the prompts at least fit the KV cache, and the engine has not said that it is full.
+    fn fits(&self, request: RequestId, backend: BackendId) {
+        let prompts: Vec<u64> =
+            self.running.iter().filter(|(_, at)| **at == backend).map(|(id, _)| u64::from(self.requests[id].prompt_tokens)).collect();
+        if prompts.is_empty() {
+            return;
+        }
+        let needed = prompts.iter().sum::<u64>() + u64::from(self.requests[&request].prompt_tokens);
+        assert!(self.backends[&backend].kv_tokens.is_none_or(|kv| needed <= kv), "{request:?} does not fit {backend:?}");
+        assert!(self.kv_used.get(&backend).is_none_or(|used| *used < 0.95), "{backend:?} is full");
     }
 
     fn no_effect(&mut self, event: Event) {
@@ -620,20 +659,23 @@ proptest! {
     fn overtaking_is_bounded(
         gamma in 0.05f64..5.0,
         order in prop::sample::select(vec![Order::Headway, Order::Uniboost]),
+        // A promise of its own, or what gamma allows.
+        promised in prop::option::of(1.0f64..3.0),
         requests in prop::collection::vec((1u64..20_000_000, prop_oneof![1u32..20, 1u32..100_000]), 2..30),
     ) {
         let mut at = 0;
         let arrivals: Vec<u64> = requests.iter().map(|(after, _)| { at += after; at }).collect();
         let requests: Vec<_> = requests.iter().map(|(after, prompt)| (*after, plain(*prompt, 1.0))).collect();
+        let seconds = 4.001 / gamma * promised.unwrap_or(1.0);
         let policy = Policy::new(PolicyParts {
             order,
             gamma: Gamma::Fixed(gamma),
-            max_overtake: MaxOvertake::Auto,
+            max_overtake: if promised.is_some() { MaxOvertake::Within(Duration::from_secs_f64(seconds)) } else { MaxOvertake::Auto },
             aging_threshold: Duration::from_secs(100_000),
             aging_share: 0.0,
             overload: false,
         }).unwrap();
-        let bound = (4.0 / gamma * 1e6) as u64 + 1;
+        let bound = (seconds * 1e6) as u64;
         let released = order_of(policy, &requests);
         let mut latest = 0;
         for position in released {

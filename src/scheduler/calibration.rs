@@ -468,7 +468,10 @@ mod tests {
         let neutral = calibration.estimate(MODEL, None, None, 100_000).mean;
         assert!(near(neutral, 505, 0.1), "{neutral} without a score");
         let view = calibration.known().next().unwrap();
-        assert!(view.trusted && view.tau.unwrap() > 0.9 && (view.samples - 1270.0).abs() < 20.0 && (view.mean_output / 505.0 - 1.0).abs() < 0.1, "{view:?}");
+        assert!(
+            view.trusted && view.tau.unwrap() > 0.9 && (view.samples - 1270.0).abs() < 20.0 && (view.mean_output / 505.0 - 1.0).abs() < 0.1,
+            "{view:?}"
+        );
     }
 
     #[test]
@@ -525,7 +528,9 @@ mod tests {
         teach(&mut calibration, MODEL, 2, 2000, |score| 2 * (score + 1));
         let new = expected(&calibration, MODEL, 2);
         assert!(new[20] < new[90] && new[90] < old[90] / 2, "{new:?}");
-        assert!(calibration.current_ranker().unwrap().score > scored(45, 2).score && calibration.current_ranker().unwrap().score < scored(55, 2).score);
+        assert!(
+            calibration.current_ranker().unwrap().score > scored(45, 2).score && calibration.current_ranker().unwrap().score < scored(55, 2).score
+        );
         (3..=VERSIONS as u32 + 1).for_each(|version| calibration.scored(scored(1, version)));
         assert_eq!(calibration.learnt().0.first().unwrap().version, RankerVersion(2), "the oldest ranker is forgotten");
     }

@@ -203,7 +203,8 @@ mod tests {
     #[test]
     fn the_standing_decides_how_much_of_it_counts() {
         let window = Window::new(Slots::Fixed(4));
-        let limits = [Standing::Healthy, Standing::Probing, Standing::Draining, Standing::Ejected, Standing::Gone].map(|standing| window.limit(standing));
+        let limits =
+            [Standing::Healthy, Standing::Probing, Standing::Draining, Standing::Ejected, Standing::Gone].map(|standing| window.limit(standing));
         assert_eq!(limits, [4, 1, 0, 0, 0]);
         assert_eq!(Window::new(Slots::Fixed(0)).limit(Standing::Probing), 0);
         assert_eq!(Window::new(Slots::Auto { initial: 8, max: 6 }).limit, 6);

@@ -1,0 +1,376 @@
+//! Promises of the scheduling core, one scene each: what a policy orders by, who waits for room, who takes from whom, who is turned away.
+#![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
+
+use std::time::Duration;
+
+use headway::scheduler::*;
+
+fn policy(order: Order, aging_share: f64) -> Policy {
+    let parts = PolicyParts {
+        order,
+        gamma: Gamma::Fixed(0.1),
+        max_overtake: MaxOvertake::Auto,
+        aging_threshold: Duration::from_secs(100),
+        aging_share,
+        overload: true,
+    };
+    Policy::new(parts).unwrap()
+}
+
+struct Pool {
+    scheduler: Scheduler,
+    now: Time,
+}
+
+impl Pool {
+    fn new(policy: Policy, seed: u64) -> Self {
+        let limits = Limits { queue_requests: 10_000, queue_bytes: 1 << 30, max_output: 4096 };
+        Pool { scheduler: Scheduler::new(policy, limits, seed), now: Time::ZERO }
+    }
+
+    /// A pool of one backend with one slot, which request 0 holds.
+    fn busy(policy: Policy) -> Self {
+        let mut pool = Pool::new(policy, 1);
+        pool.backend(0, slots(1));
+        assert_eq!(pool.arrive(request(0)), [(0, 0)]);
+        pool
+    }
+
+    fn wait(&mut self, seconds: u64) {
+        let until = self.now.after(Duration::from_secs(seconds));
+        while self.now < until {
+            self.now = self.now.after(Duration::from_secs(1));
+            self.actions(Event::Tick);
+        }
+    }
+
+    fn actions(&mut self, event: Event) -> Vec<Action> {
+        let mut actions = Vec::new();
+        self.scheduler.handle(self.now, event, &mut actions);
+        assert_eq!(invariants::all(&self.scheduler, &actions), Ok(()));
+        actions
+    }
+
+    /// Who is released where, when nobody should be turned away.
+    fn released(&mut self, event: Event) -> Vec<(u64, u32)> {
+        let released = |action: &Action| match action {
+            Action::Release { request, backend, .. } => (request.0, backend.0),
+            Action::Reject { .. } => panic!("{action:?}"),
+        };
+        self.actions(event).iter().map(released).collect()
+    }
+
+    fn rejected(&mut self, event: Event) -> Option<(Reason, RetryAfter)> {
+        match *self.actions(event) {
+            [] => None,
+            [Action::Reject { reason, retry_after, .. }] => Some((reason, retry_after)),
+            ref actions => panic!("{actions:?}"),
+        }
+    }
+
+    fn backend(&mut self, id: u32, state: BackendState) -> Vec<(u64, u32)> {
+        self.released(Event::BackendChanged(BackendId(id), state))
+    }
+
+    fn arrive(&mut self, request: Request) -> Vec<(u64, u32)> {
+        let arrived = request.arrived.max(self.now);
+        self.released(Event::Arrived(Request { arrived, ..request }))
+    }
+
+    /// Frees slots until nobody is left, and tells in which order they were released and who by age.
+    fn order(&mut self, first: u64) -> Vec<(u64, bool)> {
+        let (mut order, mut running) = (Vec::new(), first);
+        while let [Action::Release { request, facts, .. }] = *self.actions(Event::Finished(RequestId(running), Ending::Refused)) {
+            order.push((request.0, facts.aged));
+            running = request.0;
+        }
+        order
+    }
+
+    fn ids_in_order(&mut self) -> Vec<u64> {
+        self.order(0).into_iter().map(|(id, _)| id).collect()
+    }
+}
+
+fn slots(slots: u32) -> BackendState {
+    BackendState { standing: Standing::Healthy, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None }
+}
+
+fn request(id: u64) -> Request {
+    Request {
+        id: RequestId(id),
+        arrived: Time::ZERO,
+        model: ModelId(0),
+        score: None,
+        prompt_tokens: 100,
+        max_output: Some(100),
+        attained: 0,
+        weight: Weight::ONE,
+        expires: Time::MAX,
+        bytes: 1,
+        unscored: false,
+        excluded: Vec::new(),
+        tenant: None,
+        prefix: None,
+        oracle_output: None,
+    }
+}
+
+fn prompt(id: u64, prompt_tokens: Tokens) -> Request {
+    Request { prompt_tokens, ..request(id) }
+}
+
+fn scored(id: u64, score: f32, version: u32) -> Request {
+    Request { score: Score::new(score).map(|score| Scored { score, version: RankerVersion(version) }), ..request(id) }
+}
+
+#[test]
+fn each_policy_orders_by_what_it_says() {
+    // Long prompts first, then long answers, then short ones of both; the scores say the opposite of all.
+    let requests = [
+        Request { prompt_tokens: 30_000, max_output: Some(10), oracle_output: Some(300), ..scored(1, -3.0, 1) },
+        Request { prompt_tokens: 2000, max_output: Some(4000), oracle_output: Some(1), ..scored(2, 2.0, 1) },
+        Request { prompt_tokens: 20, max_output: Some(300), oracle_output: Some(150), ..scored(3, 1.0, 1) },
+        Request { prompt_tokens: 200, max_output: Some(20), oracle_output: Some(1000), ..scored(4, 4.0, 1) },
+    ];
+    let orders = [
+        (Order::Fcfs, [1, 2, 3, 4]),
+        (Order::Pars, [1, 3, 2, 4]),
+        (Order::Uniboost, [3, 4, 2, 1]),
+        (Order::Headway, [4, 3, 2, 1]),
+        (Order::OracleSjf, [2, 3, 4, 1]),
+        (Order::OracleBoost, [2, 3, 4, 1]),
+    ];
+    for (order, expected) in orders {
+        let mut pool = Pool::busy(policy(order, 0.0));
+        requests.iter().for_each(|request| assert_eq!(pool.arrive(request.clone()), []));
+        assert_eq!(pool.ids_in_order(), expected, "{order:?}");
+    }
+}
+
+#[test]
+fn without_a_comparable_score_the_median_stands_in() {
+    let mut pool = Pool::busy(policy(Order::Pars, 0.0));
+    for (id, score) in [(1, 1.0), (2, 5.0), (3, 3.0), (4, -2.0), (5, 8.0)] {
+        pool.arrive(scored(id, score, 2));
+    }
+    // The keys are made with the median of the scores seen by then.
+    pool.released(Event::PolicyChanged(policy(Order::Pars, 0.0)));
+    pool.arrive(request(6));
+    pool.arrive(scored(7, 100.0, 1));
+    assert_eq!(pool.ids_in_order(), [4, 1, 3, 6, 7, 2, 5]);
+}
+
+/// Twenty aged and twenty fresh that are ahead by key: a quarter by age means every fourth. The release of request 0 has earned a share already.
+#[test]
+fn the_aged_get_their_share_and_no_more() {
+    for (share, expected) in [(0.0, "kkkkkkkkkkkk"), (0.25, "kkakkkakkkak"), (0.5, "akakakakakak"), (0.75, "aaakaaakaaak"), (1.0, "aaaaaaaaaaaa")] {
+        let mut pool = Pool::busy(policy(Order::Headway, share));
+        // Long ones: last by key, whenever they came.
+        (100..120).for_each(|id| drop(pool.arrive(prompt(id, 4_000_000))));
+        pool.wait(100);
+        (1..20).for_each(|id| drop(pool.arrive(prompt(id, 10))));
+        let at_threshold = pool.scheduler.view().aged;
+        pool.wait(1);
+        assert_eq!((at_threshold, pool.scheduler.view().aged), (0, 20));
+        let order = pool.order(0);
+        let turns: String = order[..12].iter().map(|(_, aged)| if *aged { 'a' } else { 'k' }).collect();
+        assert_eq!(turns, expected, "at share {share}");
+        let aged: Vec<u64> = order.iter().map(|(id, _)| *id).filter(|id| *id >= 100).collect();
+        assert!(aged.is_sorted(), "oldest first");
+        assert_eq!(pool.scheduler.view().counters.aged, order.iter().filter(|(_, aged)| *aged).count() as u64);
+    }
+}
+
+#[test]
+fn nothing_passes_what_waits_for_kv_cache() {
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    let state = BackendState { kv_tokens: Some(1000), ..slots(10) };
+    pool.backend(0, state.clone());
+    // A hundred tokens of output are allowed and expected at most: 400 each.
+    assert_eq!(pool.arrive(prompt(1, 300)), [(1, 0)]);
+    assert_eq!(pool.arrive(prompt(2, 300)), [(2, 0)]);
+    assert_eq!(pool.arrive(prompt(3, 101)), []);
+    assert_eq!(pool.arrive(prompt(4, 1)), []);
+    assert_eq!(pool.released(Event::Progress(RequestId(1), 50)), []);
+    assert_eq!(pool.released(Event::Finished(RequestId(1), Ending::Refused)), [(3, 0), (4, 0)]);
+    // 400, 201 and 101 are promised.
+    assert_eq!(pool.arrive(prompt(5, 199)), [], "one token too many");
+    assert_eq!(pool.backend(0, BackendState { kv_tokens: Some(1001), ..state }), [(5, 0)]);
+    assert_eq!(pool.arrive(prompt(6, 900)), []);
+    for id in [2, 3, 4] {
+        assert_eq!(pool.released(Event::Finished(RequestId(id), Ending::Refused)), []);
+    }
+    assert_eq!(pool.released(Event::Finished(RequestId(5), Ending::Refused)), [(6, 0)]);
+}
+
+#[test]
+fn a_full_kv_cache_takes_nothing_beside_what_runs() {
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    pool.backend(0, slots(10));
+    let load = |kv_used| Event::LoadReported(BackendId(0), Load { kv_used, ..Load::default() });
+    pool.released(load(Some(0.95)));
+    assert_eq!(pool.arrive(request(1)), [(1, 0)], "an empty backend takes any");
+    assert_eq!(pool.arrive(request(2)), []);
+    assert_eq!(pool.released(load(Some(0.94))), [(2, 0)]);
+    pool.released(load(Some(0.99)));
+    assert_eq!(pool.arrive(request(3)), []);
+    assert_eq!(pool.released(load(None)), [(3, 0)], "unknown is not full");
+}
+
+#[test]
+fn what_no_backend_has_room_for_is_refused_at_once() {
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    pool.backend(0, BackendState { kv_tokens: Some(1000), ..slots(1) });
+    pool.backend(1, BackendState { context_tokens: Some(600), ..slots(1) });
+    // 700 and 100 only fit the first; 500 and 100 fit both.
+    assert_eq!(pool.arrive(prompt(1, 700)), [(1, 0)]);
+    assert_eq!(pool.arrive(prompt(2, 501)), [], "not the second, although it is free");
+    assert_eq!(pool.arrive(prompt(3, 500)), [(3, 1)]);
+    // Estimates may be off by a quarter.
+    assert_eq!(pool.rejected(Event::Arrived(prompt(4, 1334))).unwrap().0, Reason::TooLarge);
+    assert_eq!(pool.rejected(Event::Arrived(prompt(5, 1333))), None);
+    assert_eq!(pool.rejected(Event::Arrived(Request { excluded: vec![BackendId(1)], ..prompt(6, 1400) })).unwrap().0, Reason::TooLarge);
+    assert_eq!(
+        pool.rejected(Event::Arrived(Request { excluded: vec![BackendId(0), BackendId(1)], ..prompt(7, 10) })).unwrap().0,
+        Reason::NoOtherBackend
+    );
+}
+
+#[test]
+fn a_backend_with_room_takes_the_first_of_all_its_siblings() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(1));
+    pool.backend(1, slots(1));
+    pool.arrive(request(1));
+    pool.arrive(request(2));
+    for (id, tokens) in [(3, 900), (4, 500), (5, 700), (6, 300), (7, 1100)] {
+        assert_eq!(pool.arrive(prompt(id, tokens)), []);
+    }
+    pool.arrive(Request { excluded: vec![BackendId(2)], ..prompt(8, 10) });
+    let queues: Vec<usize> = pool.scheduler.view().backends.iter().map(|backend| backend.waiting).collect();
+    assert!(queues.iter().all(|waiting| *waiting >= 2), "{queues:?}");
+    assert_eq!(pool.backend(2, slots(2)), [(6, 2), (4, 2)]);
+    assert_eq!(pool.released(Event::Finished(RequestId(6), Ending::Refused)), [(5, 2)]);
+    assert_eq!(pool.scheduler.view().counters.stolen, 3);
+    assert!(pool.scheduler.explain(RequestId(8)).is_some(), "it has been there");
+}
+
+#[test]
+fn requests_join_where_they_would_be_done_first() {
+    // By weight, as long as speeds are not known.
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    pool.backend(0, slots(0));
+    pool.backend(1, BackendState { weight: Weight::new(3.0).unwrap(), ..slots(0) });
+    (0..400).for_each(|id| drop(pool.arrive(request(id))));
+    let queues: Vec<usize> = pool.scheduler.view().backends.iter().map(|backend| backend.waiting).collect();
+    assert!((98..=102).contains(&queues[0]) && queues[0] + queues[1] == 400, "{queues:?}");
+
+    // Where the beginning of the prompt is known, unless the wait for it costs more; between equals, anywhere.
+    let conversation = |id| Request { prefix: Some(Prefix { hash: 7, tokens: 900 }), ..prompt(id, 1000) };
+    let mut elsewhere = 0;
+    for seed in 0..40 {
+        let mut pool = Pool::new(policy(Order::Fcfs, 0.0), seed);
+        pool.backend(0, slots(1));
+        pool.backend(1, slots(1));
+        let [(1, home)] = pool.arrive(conversation(1))[..] else { panic!() };
+        elsewhere += home;
+        pool.released(Event::Finished(RequestId(1), Ending::Refused));
+        assert_eq!(pool.arrive(conversation(2)), [(2, home)]);
+        assert_eq!(pool.arrive(conversation(3)), [(3, 1 - home)], "work is ahead of it at home");
+    }
+    assert!((10..=30).contains(&elsewhere), "{elsewhere} of 40");
+}
+
+#[test]
+fn a_backlog_that_grows_is_overload_until_it_is_small() {
+    let mut pool = Pool::busy(policy(Order::Headway, 0.25));
+    // Two seconds of work arrive every second: prompts are assumed to take 25 us a token.
+    let heavy = |id| Request { max_output: Some(1), ..prompt(id, 80_000) };
+    (1..40).for_each(|id| {
+        pool.wait(1);
+        pool.arrive(heavy(id));
+    });
+    assert_eq!(pool.scheduler.view().mode, Mode::Normal);
+    (40..60).for_each(|id| {
+        pool.wait(1);
+        pool.arrive(heavy(id));
+    });
+    let view = pool.scheduler.view();
+    assert_eq!((view.mode, view.counters.overloads), (Mode::Overload, 1));
+    assert!((view.backlog - 118.0).abs() < 2.0, "{}", view.backlog);
+
+    // By work alone: a small one is next although it arrived last, and is not turned away although its time is short.
+    let soon = pool.now.after(Duration::from_secs(20));
+    assert_eq!(pool.arrive(Request { expires: soon, max_output: Some(1), ..prompt(1000, 10) }), []);
+    // Half of what is as large goes before another heavy one: 59 s.
+    let (reason, retry_after) = pool.rejected(Event::Arrived(Request { expires: soon, ..heavy(1001) })).unwrap();
+    assert_eq!(reason, Reason::Shed);
+    assert!((37..=41).contains(&retry_after), "{retry_after}");
+    let later = pool.now.after(Duration::from_secs(61));
+    assert_eq!(pool.rejected(Event::Arrived(Request { expires: later, ..heavy(1002) })), None);
+    assert_eq!(pool.released(Event::Finished(RequestId(0), Ending::Refused)), [(1000, 0)]);
+
+    (1..=50).for_each(|id| drop(pool.actions(Event::Cancelled(RequestId(id)))));
+    pool.wait(25);
+    assert_eq!(pool.scheduler.view().mode, Mode::Overload);
+    pool.wait(10);
+    assert_eq!(pool.scheduler.view().mode, Mode::Normal);
+}
+
+#[test]
+fn a_drain_takes_only_what_was_accepted_before() {
+    let mut pool = Pool::busy(policy(Order::Fcfs, 0.0));
+    pool.backend(1, slots(0));
+    pool.released(Event::DrainStarted);
+    assert_eq!(pool.rejected(Event::Arrived(request(1))).unwrap().0, Reason::Draining);
+    assert_eq!(pool.rejected(Event::Arrived(Request { excluded: vec![BackendId(1)], ..request(2) })), None);
+    assert_eq!(pool.ids_in_order(), [2]);
+}
+
+#[test]
+fn what_runs_counts_with_what_is_left_of_it() {
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    pool.backend(0, slots(1));
+    let mut backlog = |event| {
+        pool.released(event);
+        let view = pool.scheduler.view();
+        (view.backends[0].backlog / view.speed.output).round() as u32
+    };
+    // Twenty prompt tokens cost as much as one of output. Of 300 allowed tokens 177 are expected: exponential of mean 256, cut.
+    let long = Request { prompt_tokens: 2000, max_output: Some(300), ..request(1) };
+    let expected = backlog(Event::Arrived(long)) - 100;
+    assert!((170..=185).contains(&expected), "{expected}");
+    assert_eq!(backlog(Event::Progress(RequestId(1), 50)), expected - 50);
+    assert_eq!(backlog(Event::Progress(RequestId(1), 40)), expected - 50, "it does not run backwards");
+    // Longer than expected: a quarter of what came is expected once more, as far as it is allowed.
+    assert_eq!(backlog(Event::Progress(RequestId(1), 200)), 50);
+    assert_eq!(backlog(Event::Progress(RequestId(1), 280)), 20);
+    assert_eq!(backlog(Event::Progress(RequestId(1), 400)), 0);
+    assert_eq!(backlog(Event::Finished(RequestId(1), Ending::Completed { output: 400, prompt: None })), 0);
+    assert_eq!(backlog(Event::Arrived(Request { unscored: true, ..prompt(2, 2000) })), 100, "no output is expected of what produces none");
+}
+
+#[test]
+fn what_was_learnt_is_there_after_a_restart() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(1000));
+    for id in 0..600u64 {
+        let score = (id * 37 % 100) as f32;
+        pool.now = pool.now.after(Duration::from_millis(50));
+        pool.arrive(Request { max_output: None, ..scored(id, score, 1) });
+        let output = 10 * score as Tokens + 10;
+        pool.released(Event::Finished(RequestId(id), Ending::Completed { output, prompt: None }));
+    }
+    let learnt = pool.scheduler.learnt();
+    assert_eq!((learnt.scores.len(), learnt.samples.len()), (600, 600));
+    let mut restarted = Pool::busy(policy(Order::Headway, 0.0));
+    restarted.arrive(Request { max_output: None, ..scored(1, 90.0, 1) });
+    restarted.arrive(Request { max_output: None, ..scored(2, 10.0, 1) });
+    let expected = |pool: &Pool, id| pool.scheduler.explain(RequestId(id)).unwrap().expected_output;
+    assert_eq!(expected(&restarted, 1), expected(&restarted, 2), "nothing is known yet");
+    restarted.scheduler.restore(&Learnt { gamma: Some(0.125), ..learnt });
+    assert!(expected(&restarted, 1) > 2 * expected(&restarted, 2), "what waits is ordered anew");
+    assert_eq!(restarted.ids_in_order(), [2, 1]);
+    assert_eq!(restarted.scheduler.learnt().gamma, Some(0.125));
+}
