@@ -48,13 +48,57 @@ fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("headway: {error:#}");
+            eprintln!("headway: {}", story(&error));
             ExitCode::FAILURE
         }
     }
 }
 
+/// An error and its causes, each said once: many errors name their cause themselves.
+fn story(error: &anyhow::Error) -> String {
+    error
+        .chain()
+        .skip(1)
+        .map(ToString::to_string)
+        .fold(error.to_string(), |told, cause| if told.contains(&cause) { told } else { format!("{told}: {cause}") })
+}
+
 fn check(file: &Path) -> anyhow::Result<()> {
     print!("{}", headway::config::check(file)?);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Cli, clap::Error> {
+        Cli::try_parse_from(line.split(' '))
+    }
+
+    #[test]
+    fn causes_are_said_once() {
+        #[derive(Debug, thiserror::Error)]
+        #[error("reading x: {0}")]
+        struct Outer(#[source] std::io::Error);
+        let error = anyhow::Error::new(Outer(std::io::Error::other("gone")));
+        assert_eq!(story(&error), "reading x: gone");
+        assert_eq!(story(&error.context("starting")), "starting: reading x: gone");
+    }
+
+    #[test]
+    fn what_a_file_says_is_not_said_beside_it() {
+        assert!(parse("headway serve --config a.yaml").is_ok());
+        assert!(parse("headway serve --backend http://a:1 --backend http://b:1 --policy fcfs --listen 127.0.0.1:1 --admin 127.0.0.1:2").is_ok());
+        for option in ["--listen 127.0.0.1:1", "--admin 127.0.0.1:1", "--policy fcfs", "--ranker x", "--backend http://a:1"] {
+            let error = parse(&format!("headway serve --config a.yaml {option}")).err().expect(option);
+            assert_eq!(error.kind(), clap::error::ErrorKind::ArgumentConflict, "{option}");
+        }
+    }
+
+    #[test]
+    fn a_gateway_without_anything_is_told_both_ways_to_start() {
+        let error = parse("headway serve").err().unwrap().to_string();
+        assert!(error.contains("--config <FILE>") && error.contains("--backend <URL>"), "{error}");
+    }
 }

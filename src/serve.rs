@@ -16,9 +16,10 @@ use tracing_subscriber::EnvFilter;
 
 /// What `headway serve` takes.
 #[derive(clap::Args)]
+#[command(group = clap::ArgGroup::new("pools").args(["config", "backend"]).required(true).multiple(true))]
 pub struct Args {
     /// Configuration file; without it, name the backends with --backend
-    #[arg(long, value_name = "FILE", conflicts_with = "backend", required_unless_present = "backend")]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["backend", "listen", "admin", "policy", "ranker"])]
     config: Option<PathBuf>,
     /// A backend, for example http://localhost:8000; may be given several times
     #[arg(long, value_name = "URL")]

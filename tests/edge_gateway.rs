@@ -627,6 +627,9 @@ async fn what_cannot_be_routed_is_refused_with_a_reason() {
     assert!(answer["error"]["message"].as_str().unwrap().contains("did you mean `up`"));
     client.write("GET /v1/chat/completions HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert_eq!(client.answer().await.header("allow"), Some("post"));
+    client.write("GET /v1/messages HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    let answer = client.answer().await.json();
+    assert_eq!((&answer["type"], &answer["error"]["code"]), (&json!("error"), &json!("wrong_method")));
     client.write(&format!("GET /v1/models HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(65 << 10))).await;
     let answer = client.answer().await;
     assert_eq!((answer.status(), answer.json()["error"]["code"].as_str()), (431, Some("head_too_large")));
@@ -722,20 +725,20 @@ async fn what_is_not_scored_passes_by_its_model_and_counts() {
     let mut client = gateway.send("/v1/embeddings", r#"{"input": ["a"],"model":"m"}"#).await;
     let exchange = backend.next().await;
     assert_eq!(exchange.request.text(), r#"{"input": ["a"],"model":"up"}"#);
-    let form = "--b\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\nRIFF\r\n--b\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nup\r\n--b--\r\n";
+    let form = "--b\r\nContent-Disposition: form-data; name=\"file\"\r\n\r\nRIFF\r\n--b\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nm\r\n--b--\r\n";
     let mut audio = gateway.connect().await;
     audio.post_with("/v1/audio/transcriptions", "content-type: multipart/form-data; boundary=b\r\n", form).await;
     gateway.until(|view| view.in_flight == 1 && view.waiting == 1).await;
     exchange.reply(200, r#"{"model":"up","data":[]}"#).await;
     assert_eq!(client.answer().await.text(), r#"{"model":"up","data":[]}"#);
     let exchange = backend.next().await;
-    assert_eq!(exchange.request.text(), form);
+    assert_eq!(exchange.request.text(), form.replace("\r\nm\r\n", "\r\nup\r\n"));
     exchange.reply(200, "{}").await;
     assert_eq!(audio.answer().await.status(), 200);
     // A request without a body names its model in the query.
-    client.write("GET /v1/files?limit=1&model=up HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    client.write("GET /v1/files?limit=1&model=u%70 HTTP/1.1\r\nhost: x\r\n\r\n").await;
     let exchange = backend.next().await;
-    assert!(exchange.request.head.starts_with("get /v1/files?limit=1&model=up http/1.1"));
+    assert!(exchange.request.head.starts_with("get /v1/files?limit=1&model=u%70 http/1.1"));
     exchange.reply(200, "[]").await;
     assert_eq!(client.answer().await.text(), "[]");
     gateway.nothing_is_left().await;
@@ -751,6 +754,8 @@ async fn the_models_are_listed_while_backends_are_down() {
     assert_eq!(names, ["m", "up"]);
     client.write("GET /v1/models/m HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert_eq!(client.answer().await.json()["object"], "model");
+    client.write("GET /v1/models/%6d HTTP/1.1\r\nhost: x\r\n\r\n").await;
+    assert_eq!(client.answer().await.json()["id"], "m");
     client.write("GET /v1/models/mm HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert_eq!(client.answer().await.status(), 404);
     client.write("GET /v1/models HTTP/1.1\r\nhost: x\r\nanthropic-version: 2023-06-01\r\n\r\n").await;
@@ -813,15 +818,24 @@ async fn a_drain_finishes_what_runs_and_what_waits() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_drain_that_takes_too_long_cuts_with_an_event() {
     let mut backend = Backend::start().await;
-    let gateway = start(&[&backend], |snapshot, _| snapshot.edge.drain = SHORT).await;
+    let gateway = start(&[&backend], |snapshot, pool| {
+        snapshot.edge.drain = SHORT;
+        pool.backends[0].slots = Some(Slots::Fixed(2));
+    })
+    .await;
     let mut running = gateway.chat(STREAM).await;
     let mut exchange = backend.next().await;
     exchange.write(EVENTS).await;
     exchange.token("Hi").await;
     running.until("Hi").await;
+    let mut whole = gateway.chat(CHAT).await;
+    let unanswered = backend.next().await;
     gateway.stop.send(true).unwrap();
     let answer = running.answer().await;
     assert!(answer.text().contains("draining") && answer.header("broken-off").is_none(), "{answer:?}");
     exchange.left().await;
+    let answer = whole.answer().await;
+    assert_eq!((answer.status(), answer.header("x-headway-reason")), (503, Some("draining")));
+    unanswered.left().await;
     timeout(LONG, gateway.ended).await.expect("it does not end").unwrap();
 }

@@ -34,6 +34,7 @@ struct StandIn {
 enum Event {
     Began,
     Left,
+    Cut,
 }
 
 /// Says on drop that a request did not come to its end.
@@ -142,7 +143,9 @@ impl Handler for StandIn {
 
     async fn drained(&self, _: Duration) {}
 
-    fn cut(&self) {}
+    fn cut(&self) {
+        let _ = self.events.send(Event::Cut);
+    }
 }
 
 /// A server that runs, and what is known of it.
@@ -419,6 +422,23 @@ async fn a_drain_has_an_end() {
     read_until(&mut stream, "data: first\n\n\r\n").await;
     server.end().await;
     assert_eq!(read_to_end(&mut stream).await, "");
+}
+
+#[tokio::test]
+async fn an_answer_that_is_nearly_there_when_the_drain_ends_still_comes() {
+    let mut server = start_with(None, Edge { drain: Duration::from_millis(200), ..Edge::default() });
+    let mut stream = server.connect().await;
+    stream.write_all(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+    read_until(&mut stream, "data: first\n\n\r\n").await;
+    server.stop.send(true).unwrap();
+    while server.events.recv().await.unwrap() != Event::Cut {}
+    for _ in 0..10 {
+        stream.write_all(b"G").await.unwrap();
+        tokio::task::yield_now().await;
+    }
+    server.go.send(true).unwrap();
+    assert!(read_to_end(&mut stream).await.contains("data: last\n\n"));
+    tokio::time::timeout(LONG, server.ended).await.unwrap().unwrap();
 }
 
 #[test]

@@ -20,7 +20,6 @@ pub mod stream;
 pub mod upstream;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -28,6 +27,7 @@ use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, He
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Uri, response as reply_head};
 use hyper::body::Incoming;
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use account::Account;
@@ -62,7 +62,7 @@ const POLICY: HeaderName = HeaderName::from_static("x-headway-policy");
 pub struct Proxy {
     gateway: Arc<Gateway>,
     bodies: Budget,
-    cut: Arc<AtomicBool>,
+    cut: watch::Sender<bool>,
 }
 
 /// An answer, as far as it has come.
@@ -99,7 +99,14 @@ impl Handler for Proxy {
         let expects = head.headers.contains_key(EXPECT);
         let mut account = Account::open(&self.gateway, &head, headers::request_id(&head.headers));
         let mut body = Some(body);
-        match self.answer(head, &mut body, &mut account).await {
+        let mut cut = self.cut.subscribe();
+        let ended = tokio::select! {
+            biased;
+            ended = self.answer(head, &mut body, &mut account) => ended,
+            // The sender lives as long as this handler.
+            _ = cut.wait_for(|cut| *cut) => Err(Failure::ShuttingDown),
+        };
+        match ended {
             Ok(answered) => self.reply(answered, account),
             Err(failure) => {
                 let gone = matches!(failure, Failure::Body(BodyError::Timeout(_) | BodyError::Broken));
@@ -121,13 +128,13 @@ impl Handler for Proxy {
     }
 
     fn cut(&self) {
-        self.cut.store(true, Ordering::Relaxed);
+        self.cut.send_replace(true);
     }
 }
 
 impl Proxy {
     pub fn new(gateway: Arc<Gateway>) -> Proxy {
-        Proxy { gateway, bodies: Budget::default(), cut: Arc::default() }
+        Proxy { gateway, bodies: Budget::default(), cut: watch::Sender::new(false) }
     }
 
     /// Bytes of request bodies that are held now.
@@ -139,6 +146,8 @@ impl Proxy {
     async fn answer(&self, mut head: Parts, body: &mut Option<Incoming>, account: &mut Account) -> Result<Answered, Failure> {
         // One value for the whole request: a reload in between changes nothing for it.
         let live = self.gateway.live();
+        // Even a refusal has the shape that the client can read.
+        account.speaks(Api::of(head.uri.path()).unwrap_or(account.api()));
         if self.gateway.draining() {
             return Err(Failure::Rejected(Rejection { reason: Reason::Draining, retry_after: 1 }));
         }
@@ -149,7 +158,6 @@ impl Proxy {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
         let api = dialect(&head)?;
-        account.speaks(api);
 
         let held = match body {
             Some(incoming) => body::read(incoming, &live.snapshot.edge, &self.bodies).await?,
@@ -177,7 +185,7 @@ impl Proxy {
         let mut response = match answered {
             Answered::Whole(response) => response.map(ReplyBody::Whole),
             Answered::Streaming { head, upstream, observer, ending, permit } => {
-                let reply = Reply::new(upstream, observer, ending, permit, Arc::clone(&self.cut), account);
+                let reply = Reply::new(upstream, observer, ending, permit, self.cut.subscribe(), account);
                 Response::from_parts(head, ReplyBody::Streaming(Box::new(reply)))
             }
         };
@@ -368,13 +376,12 @@ fn climbs(path: &str) -> bool {
 /// Reads the body, or what stands for it.
 async fn read_prompt(api: Api, head: &Parts, body: &Bytes) -> Result<Prompt, BadBody> {
     if !api.is_scored() && body.is_empty() {
-        let named = head.uri.query().and_then(|query| query.split('&').find_map(|pair| pair.strip_prefix("model=")));
-        return Ok(Prompt::of_model(named.ok_or(BadBody::Missing("model"))?.to_owned(), 0));
+        return Prompt::of_query(head.uri.query());
     }
     let form = if api.is_scored() { None } else { head.headers.get(CONTENT_TYPE).filter(|_| has_type(&head.headers, "multipart/form-data")) };
     let read = move |form: Option<&HeaderValue>, body: &[u8]| match form {
         None => api::parse(api, body),
-        Some(form) => Ok(Prompt::of_model(api::model_field(form.to_str().unwrap_or_default(), body)?, body.len())),
+        Some(form) => Prompt::of_form(form.to_str().unwrap_or_default(), body),
     };
     if body.len() <= PARSED_APART {
         return read(form, body);

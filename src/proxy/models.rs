@@ -4,6 +4,7 @@ use bytes::Bytes;
 use http::header::{CONTENT_TYPE, HeaderValue};
 use http::request::Parts;
 use http::{Method, Response};
+use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 
 use super::response::Failure;
@@ -18,7 +19,9 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
     let wanted = match rest.strip_prefix('/') {
         None if rest.is_empty() => None,
         None => return None,
-        Some(name) => Some(name).filter(|name| !name.is_empty()),
+        Some("") => None,
+        // Clients write the slash of a name like `org/model` as %2F.
+        Some(name) => Some(percent_decode_str(name).decode_utf8_lossy()),
     };
     if head.method != Method::GET {
         return Some(Err(Failure::WrongMethod { path: LIST.to_owned(), allowed: "GET" }));
@@ -31,9 +34,9 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
             let data: Vec<Value> = names.iter().map(|name| entry(name)).collect();
             json!({"object": "list", "data": data, "has_more": false, "first_id": names.first(), "last_id": names.last()})
         }
-        Some(name) => match names.iter().find(|known| *known == name) {
+        Some(wanted) => match names.iter().find(|known| **known == wanted) {
             Some(name) => entry(name),
-            None => return Some(Err(unknown(live, name))),
+            None => return Some(Err(unknown(live, &wanted))),
         },
     };
     let mut response = Response::new(Bytes::from(document.to_string()));

@@ -2,14 +2,13 @@
 //! Whatever ends it, dropping it settles all of them.
 
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
 use super::account::Account;
@@ -196,12 +195,12 @@ pub struct Reply {
     ending: Ending,
     permit: Option<Permit>,
     /// Set when the process cuts what it cannot wait for.
-    cut: Arc<AtomicBool>,
+    cut: watch::Receiver<bool>,
     account: Account,
 }
 
 impl Reply {
-    pub fn new(upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, cut: Arc<AtomicBool>, account: Account) -> Reply {
+    pub fn new(upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, cut: watch::Receiver<bool>, account: Account) -> Reply {
         Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), cut, account }
     }
 
@@ -214,7 +213,7 @@ impl Reply {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, BrokenOff>>> {
         loop {
             let Some(upstream) = &mut self.upstream else { return Poll::Ready(None) };
-            if self.cut.load(Ordering::Relaxed) {
+            if *self.cut.borrow() {
                 return Poll::Ready(self.failed(&Failure::ShuttingDown));
             }
             match ready!(upstream.poll_chunk(cx)) {

@@ -266,7 +266,7 @@ impl<H: Handler> App<H> {
 }
 
 /// Polls a connection to its end, and asks it to end when it is idle for too long or the server is closing.
-async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, phase: watch::Receiver<Phase>) {
+async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, mut phase: watch::Receiver<Phase>) {
     // One that came while the server was closing gets one answer and ends with it.
     let mut told = *phase.borrow() >= Phase::Closing;
     let (mut closes, mut cuts) = (phase.clone(), phase.clone());
@@ -275,16 +275,18 @@ async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, phase: wat
     let mut cutting = pin!(cuts.wait_for(|phase| *phase == Phase::Cutting));
     // The first look leaves a waker; later ones are worth their locks only after a change.
     let mut look = true;
+    let mut cut = false;
     std::future::poll_fn(|cx| {
         // The sender outlives every connection.
         look |= phase.has_changed().unwrap_or(true);
         if std::mem::take(&mut look) {
+            phase.mark_unchanged();
             if !told && closing.as_mut().poll(cx).is_ready() {
                 told = true;
                 connection.as_mut().graceful_shutdown();
             }
             // It is the handler that cuts; here the connection only has to look.
-            let _ = cutting.as_mut().poll(cx);
+            cut = cut || cutting.as_mut().poll(cx).is_ready();
         }
         // How a connection ended says nothing that its requests have not said.
         if connection.as_mut().poll(cx).is_ready() {
@@ -444,7 +446,7 @@ impl Signals {
 /// Takes the listening socket over from the process that listens now; waits some seconds for it to be offered.
 fn take_over(listen: SocketAddr, sock: &Path) -> Result<i32, ServerError> {
     let failed = |reason: String| ServerError::TakeOver { address: listen, sock: sock.to_owned(), reason };
-    if sock.parent().is_none_or(|folder| !folder.is_dir()) {
+    if !folder_of(sock).is_dir() {
         return Err(failed("its folder does not exist".to_owned()));
     }
     let mut offered = Fds::new();
@@ -453,6 +455,11 @@ fn take_over(listen: SocketAddr, sock: &Path) -> Result<i32, ServerError> {
     let socket = offered.get(&name).copied();
     offered.close_unclaimed(&std::iter::once(name).collect());
     socket.ok_or_else(|| failed("the running process listens elsewhere".to_owned()))
+}
+
+/// The folder that a path is in; a bare name is in the working directory.
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
 /// pingora panics on a bad certificate: look first.
@@ -478,4 +485,16 @@ fn tls_settings(tls: &Tls) -> Result<TlsSettings, ServerError> {
         .map_err(|error| ServerError::Certificate { path: tls.cert.clone(), reason: error.to_string() })?;
     settings.enable_h2();
     Ok(settings)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bare_name_is_in_the_working_directory() {
+        for (path, folder) in [("up.sock", "."), ("a/up.sock", "a"), ("/up.sock", "/")] {
+            assert_eq!(folder_of(Path::new(path)), Path::new(folder));
+        }
+    }
 }

@@ -13,6 +13,7 @@ use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 
+use percent_encoding::percent_decode_str;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde_json::value::RawValue;
@@ -21,8 +22,10 @@ use crate::ranker::PromptText;
 use crate::scheduler::Tokens;
 
 pub use depth::MAX_DEPTH;
-pub use multipart::model_field;
 pub use splice::{Payload, Splices};
+
+/// The longest model name, in bytes: it is kept, logged, compared and told back.
+const LONGEST_NAME: usize = 1024;
 
 /// Bytes of text that make one token, roughly: used before the backend reports its own count.
 const BYTES_PER_TOKEN: usize = 4;
@@ -90,6 +93,8 @@ struct Places {
     front: usize,
     /// Values of `model`.
     model: Vec<Range<usize>>,
+    /// The value of a form's `model`.
+    form_model: Option<Range<usize>>,
     /// Values of `priority`.
     priority: Vec<Range<usize>>,
     /// Values of `stream_options`.
@@ -118,6 +123,8 @@ pub enum BadBody {
     Missing(&'static str),
     #[error("`{field}` must be {expected}")]
     WrongType { field: Cow<'static, str>, expected: &'static str },
+    #[error("`model` is longer than {LONGEST_NAME} bytes")]
+    NameTooLong,
     #[error("the body is nested deeper than {MAX_DEPTH} levels")]
     TooDeep,
     #[error("the multipart body is malformed: {0}")]
@@ -130,6 +137,7 @@ impl BadBody {
         match self {
             BadBody::Missing(field) => Some(field),
             BadBody::WrongType { field, .. } => Some(field),
+            BadBody::NameTooLong => Some("model"),
             BadBody::Syntax(_) | BadBody::NotAnObject | BadBody::TooDeep | BadBody::Multipart(_) => None,
         }
     }
@@ -154,6 +162,9 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         None => return Err(BadBody::Missing("model")),
         Some(raw) => string(raw).ok_or(BadBody::wrong("model", "a string"))?.into_owned(),
     };
+    if model.len() > LONGEST_NAME {
+        return Err(BadBody::NameTooLong);
+    }
     let mut prompt = Prompt {
         model,
         stream: flag(fields.stream, "stream")?,
@@ -165,6 +176,7 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
             // The body parsed as an object, so it has a brace.
             front: body.iter().position(|&b| b == b'{').map_or(0, |at| at + 1),
             model: fields.model.iter().map(|raw| place(raw)).collect(),
+            form_model: None,
             priority: fields.priority.iter().map(|raw| place(raw)).collect(),
             stream_options: Vec::new(),
         },
@@ -209,8 +221,23 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
 }
 
 impl Prompt {
-    /// A prompt that is known by its model alone (a form, or a path without a body).
-    pub fn of_model(model: String, body: usize) -> Prompt {
+    /// A prompt that is known by its model alone: what a path names that comes without a body.
+    pub fn of_query(query: Option<&str>) -> Result<Prompt, BadBody> {
+        let named = query.and_then(|query| query.split('&').find_map(|pair| pair.strip_prefix("model=")));
+        let model = percent_decode_str(named.ok_or(BadBody::Missing("model"))?).decode_utf8_lossy().into_owned();
+        if model.len() > LONGEST_NAME {
+            return Err(BadBody::NameTooLong);
+        }
+        Ok(Prompt::unread(model, 0, None))
+    }
+
+    /// A prompt that is known by its model alone: a multipart form. `content_type` is the request's header.
+    pub fn of_form(content_type: &str, body: &[u8]) -> Result<Prompt, BadBody> {
+        let (model, place) = multipart::model_field(content_type, body)?;
+        Ok(Prompt::unread(model.to_owned(), body.len(), Some(place)))
+    }
+
+    fn unread(model: String, body: usize, form_model: Option<Range<usize>>) -> Prompt {
         Prompt {
             model,
             stream: false,
@@ -218,15 +245,18 @@ impl Prompt {
             prompt_tokens: tokens(body),
             max_output: None,
             include_usage: false,
-            places: Places::default(),
+            places: Places { form_model, ..Places::default() },
         }
     }
 
-    /// Names another model. Nothing happens to a body without such a field.
+    /// Names another model. Nothing happens to a request that names its model in the query.
     pub fn rename_model(&self, splices: &mut Splices, name: &str) {
-        let name = quoted(name);
+        let quoted = quoted(name);
         for place in &self.places.model {
-            splices.replace(place.clone(), name.clone());
+            splices.replace(place.clone(), quoted.clone());
+        }
+        if let Some(place) = &self.places.form_model {
+            splices.replace(place.clone(), name.as_bytes().to_vec());
         }
     }
 
@@ -487,6 +517,15 @@ mod tests {
         assert_eq!(Api::of("/tokenize"), Some(Api::Other));
         assert_eq!(Api::of("/v1"), None);
         assert_eq!(Api::of("/admin"), None);
+    }
+
+    #[test]
+    fn a_models_name_has_a_limit() {
+        let name = "m".repeat(LONGEST_NAME);
+        assert_eq!(chat(&format!(r#"{{"model":"{name}","messages":[]}}"#)).unwrap().model, name);
+        assert_eq!(chat(&format!(r#"{{"model":"{name}m","messages":[]}}"#)), Err(BadBody::NameTooLong));
+        assert_eq!(Prompt::of_query(Some(&format!("model={name}m"))), Err(BadBody::NameTooLong));
+        assert_eq!(Prompt::of_query(Some("a=b&model=org%2Fname")).unwrap().model, "org/name");
     }
 
     #[test]

@@ -1,14 +1,13 @@
 //! The `model` field of a multipart form (audio transcriptions), found without touching the form.
 
+use std::ops::Range;
+
 use memchr::memmem;
 
-use super::BadBody;
+use super::{BadBody, LONGEST_NAME};
 
-/// The longest model name a form may have, in bytes.
-const LONGEST_NAME: usize = 1024;
-
-/// The value of the form's `model` field. `content_type` is the request's header.
-pub fn model_field(content_type: &str, body: &[u8]) -> Result<String, BadBody> {
+/// The value of the form's `model` field and where it stands. `content_type` is the request's header.
+pub fn model_field<'a>(content_type: &str, body: &'a [u8]) -> Result<(&'a str, Range<usize>), BadBody> {
     let boundary = boundary(content_type).ok_or(BadBody::Multipart("the content type names no boundary"))?;
     let delimiter = [b"--", boundary.as_bytes()].concat();
     let finder = memmem::Finder::new(&delimiter);
@@ -26,8 +25,10 @@ pub fn model_field(content_type: &str, body: &[u8]) -> Result<String, BadBody> {
         let (head, content) = (&part[..head_end], &part[head_end + 4..]);
         if is_model(head) {
             let end = memmem::find(content, &[b"\r\n", delimiter.as_slice()].concat()).ok_or(BadBody::Multipart("the last part has no end"))?;
+            let start = body.len() - content.len();
             return match std::str::from_utf8(&content[..end]) {
-                Ok(name) if !name.is_empty() && name.len() <= LONGEST_NAME => Ok(name.to_owned()),
+                Ok(name) if name.len() > LONGEST_NAME => Err(BadBody::NameTooLong),
+                Ok(name) if !name.is_empty() => Ok((name, start..start + end)),
                 _ => Err(BadBody::wrong("model", "a name")),
             };
         }
@@ -76,8 +77,13 @@ mod tests {
     #[test]
     fn the_model_is_found_wherever_it_stands() {
         let audio = [b"RIFF\0\xff--x-y name=\"model\"\r\n\r\n".as_slice(), &[7; 5000]].concat();
-        assert_eq!(model_field(TYPE, &form(&[("file", &audio), ("model", b"whisper-1")])), Ok("whisper-1".into()));
-        assert_eq!(model_field("Multipart/Form-Data;boundary=x-y", &form(&[("model", b"m"), ("file", &audio)])), Ok("m".into()));
+        for (kind, body, expected) in [
+            (TYPE, form(&[("file", &audio), ("model", b"whisper-1")]), "whisper-1"),
+            ("Multipart/Form-Data;boundary=x-y", form(&[("model", b"m"), ("file", &audio)]), "m"),
+        ] {
+            let (name, place) = model_field(kind, &body).unwrap();
+            assert_eq!((name, &body[place]), (expected, expected.as_bytes()));
+        }
     }
 
     #[test]
@@ -90,5 +96,6 @@ mod tests {
             assert!(model_field(TYPE, &whole[..end]).is_err(), "cut at {end}");
         }
         assert_eq!(model_field(TYPE, &form(&[("model", b"")])), Err(BadBody::wrong("model", "a name")));
+        assert_eq!(model_field(TYPE, &form(&[("model", &[b'm'; LONGEST_NAME + 1])])), Err(BadBody::NameTooLong));
     }
 }
