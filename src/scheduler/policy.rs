@@ -173,3 +173,35 @@ pub struct Limits {
     /// The largest output a request of this pool may have, in tokens; stands in where the client sets no limit.
     pub max_output: u32,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_out_of_range_or_contradicts_itself_is_no_policy() {
+        let good = PolicyParts {
+            order: Order::Headway,
+            gamma: Gamma::Fixed(0.1),
+            max_overtake: MaxOvertake::Within(Duration::from_secs(40)),
+            aging_threshold: Duration::from_secs(1),
+            aging_share: 1.0,
+            overload: true,
+        };
+        let why = |parts| Policy::new(parts).err();
+        assert_eq!(why(good.clone()), None);
+        for rate in [0.0, -1.0, f64::INFINITY] {
+            assert_eq!(why(PolicyParts { gamma: Gamma::Fixed(rate), ..good.clone() }), Some(PolicyError::Gamma(rate)));
+        }
+        let short = Duration::from_secs(39);
+        let within = |within, gamma| PolicyParts { max_overtake: MaxOvertake::Within(within), gamma, ..good.clone() };
+        assert_eq!(why(within(short, good.gamma)), Some(PolicyError::Flat { gamma: 0.1, within: short }));
+        assert_eq!(why(within(short, Gamma::Adaptive)), None, "gamma follows the promise");
+        assert_eq!(why(within(Duration::ZERO, Gamma::Adaptive)), Some(PolicyError::MaxOvertake));
+        assert_eq!(why(PolicyParts { aging_threshold: Duration::ZERO, ..good.clone() }), Some(PolicyError::AgingThreshold));
+        for share in [-0.1, 1.1] {
+            assert_eq!(why(PolicyParts { aging_share: share, ..good.clone() }), Some(PolicyError::AgingShare(share)));
+        }
+        assert_eq!(why(PolicyParts { aging_share: 0.0, ..good }), None);
+    }
+}

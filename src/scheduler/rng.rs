@@ -23,3 +23,14 @@ impl Rng {
         self.next().is_multiple_of(n)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gives_the_numbers_of_its_authors() {
+        let mut rng = Rng::new(1_234_567);
+        assert_eq!([rng.next(), rng.next(), rng.next()], [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423]);
+    }
+}

@@ -120,3 +120,45 @@ impl Boost {
 pub(super) fn micros(time: Time) -> i64 {
     i64::try_from(time.as_micros()).unwrap_or(i64::MAX)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scores_and_their_ordinals_have_one_order() {
+        let values = [f32::MIN, -5.0, -1.5, -1.0, -f32::MIN_POSITIVE, -1e-45, 0.0, 1e-45, 0.5, 1.0, 5.0, f32::MAX];
+        let scores = values.map(|value| Score::new(value).unwrap());
+        assert!(scores.is_sorted() && scores.map(Score::ordinal).windows(2).all(|pair| pair[0] < pair[1]));
+        assert_eq!(scores.map(Score::get), values);
+        assert_eq!(Score::new(-0.0).map(Score::ordinal), Some(0));
+        assert_eq!([f32::NAN, f32::INFINITY, f32::NEG_INFINITY].map(Score::new), [None; 3]);
+    }
+
+    #[test]
+    fn weights_are_positive_and_finite() {
+        assert_eq!([0.0, -1.0, f64::NAN, f64::INFINITY].map(Weight::new), [None; 4]);
+        assert_eq!(Weight::new(1.0), Some(Weight::ONE));
+    }
+
+    #[test]
+    fn attained_output_counts_in_doubling_levels() {
+        let levels = [(0, 0), (63, 0), (64, 64), (127, 64), (128, 128), (255, 128), (256, 256), (1000, 512), (Tokens::MAX, 1 << 31)];
+        for (attained, level) in levels {
+            assert_eq!(attained_level(attained), level, "{attained}");
+        }
+    }
+
+    #[test]
+    fn the_boost_is_relative_bounded_and_weighted() {
+        // At gamma 0.5: ln(1 / (1 - e^-1)) / 0.5 for a work of 2, less the same for the longest, 8.
+        let boosted =
+            |arrived, work, weight| Boost::new(0.5, 3.0, 8.0).boosted_arrival(Time::from_micros(arrived), work, Weight::new(weight).unwrap());
+        assert_eq!(boosted(10_000_000, 2.0, 1.0), 10_000_000 - (2.0f64 * (0.458_675_145 - 0.018_485_505) * 1e6).round() as i64);
+        assert_eq!(boosted(10_000_000, 8.0, 1.0), 10_000_000);
+        assert_eq!(boosted(10_000_000, 80.0, 1.0), 10_000_000, "longer than the longest is not pushed back");
+        assert_eq!(boosted(10_000_000, 1e-9, 1.0), 7_000_000, "the bound");
+        assert_eq!(boosted(10_000_000, 8.0, 2.0), 10_000_000 - 1_386_294, "2 ln 2");
+        assert_eq!(boosted(1_000_000, 1e-9, 1.0), -2_000_000, "before the start of time");
+    }
+}

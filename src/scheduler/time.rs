@@ -46,3 +46,19 @@ impl Time {
         Time(self.0.saturating_add(micros))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn seconds_are_rounded_to_what_a_time_can_be() {
+        assert_eq!(Time::from_secs_f64(1.234_567_8), Time::from_micros(1_234_568));
+        assert_eq!([-1.0, f64::NAN, 1e300].map(Time::from_secs_f64), [Time::ZERO, Time::ZERO, Time::MAX]);
+        assert_eq!(Time::from_micros(2_500_000).as_secs_f64(), 2.5);
+        assert_eq!(Time::from_micros(5).since(Time::from_micros(2)), Duration::from_micros(3));
+        assert_eq!(Time::from_micros(2).since(Time::from_micros(5)), Duration::ZERO);
+        assert_eq!(Time::from_micros(2).after(Duration::from_micros(3)), Time::from_micros(5));
+        assert_eq!(Time::ZERO.after(Duration::MAX), Time::MAX);
+    }
+}
