@@ -352,6 +352,48 @@ fn what_runs_counts_with_what_is_left_of_it() {
 }
 
 #[test]
+fn a_full_backend_tells_how_fast_it_is() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(2));
+    pool.backend(1, BackendState { weight: Weight::new(2.0).unwrap(), ..slots(0) });
+    let long = |id| Request { max_output: None, excluded: vec![BackendId(1)], ..prompt(id, 1) };
+    // Half full: what comes says nothing of what could.
+    pool.arrive(long(1));
+    for second in 1..20 {
+        pool.wait(1);
+        pool.released(Event::Progress(RequestId(1), second * 10));
+    }
+    assert!(!pool.scheduler.view().backends[0].speed_learnt);
+    pool.arrive(long(2));
+    for second in 1..20 {
+        pool.wait(1);
+        pool.released(Event::Progress(RequestId(1), 1000 + second * 300));
+        pool.released(Event::Progress(RequestId(2), second * 200));
+    }
+    let view = pool.scheduler.view();
+    let output = view.backends[0].speed.output;
+    assert!(view.backends[0].speed_learnt && (output * 500.0 - 1.0).abs() < 0.1, "{output}");
+    assert!(!view.backends[1].speed_learnt);
+    assert!((view.backends[1].speed.output * 2.0 / output - 1.0).abs() < 1e-9, "one of twice the weight is assumed to be twice as fast");
+}
+
+#[test]
+fn mean_work_is_that_of_the_requests_there_are() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(1));
+    for id in 0..3000 {
+        pool.arrive(prompt(id, 2000));
+        pool.released(Event::Finished(RequestId(id), Ending::Completed { output: 50, prompt: None }));
+    }
+    let view = pool.scheduler.view();
+    // The assumption is worth ten requests.
+    assert!((view.mean_work / (view.speed.prompt * 2000.0 + view.speed.output * 50.0) - 1.0).abs() < 0.01, "{}", view.mean_work);
+    pool.released(Event::PolicyChanged(policy(Order::Uniboost, 0.0)));
+    let view = pool.scheduler.view();
+    assert!((view.mean_work / (view.speed.prompt * 2000.0) - 1.0).abs() < 0.01, "prompts alone");
+}
+
+#[test]
 fn what_was_learnt_is_there_after_a_restart() {
     let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
     pool.backend(0, slots(1000));
