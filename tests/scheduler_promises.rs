@@ -237,6 +237,16 @@ fn what_no_backend_has_room_for_is_refused_at_once() {
     );
 }
 
+/// A prompt that fills a cache leaves no room for an answer: a backend without that limit has to do it, where there is one.
+#[test]
+fn a_prompt_as_large_as_the_cache_goes_elsewhere() {
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    pool.backend(0, BackendState { kv_tokens: Some(1000), ..slots(1) });
+    pool.backend(1, slots(0));
+    assert_eq!(pool.arrive(prompt(1, 1000)), []);
+    assert_eq!(pool.arrive(prompt(2, 999)), [(2, 0)]);
+}
+
 #[test]
 fn a_backend_with_room_takes_the_first_of_all_its_siblings() {
     let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
@@ -282,24 +292,38 @@ fn requests_join_where_they_would_be_done_first() {
     assert!((10..=30).contains(&elsewhere), "{elsewhere} of 40");
 }
 
-#[test]
-fn a_backlog_that_grows_is_overload_until_it_is_small() {
-    let mut pool = Pool::busy(policy(Order::Headway, 0.25));
-    // Two seconds of work arrive every second: prompts are assumed to take 25 us a token.
-    let heavy = |id| Request { max_output: Some(1), ..prompt(id, 80_000) };
-    (1..40).for_each(|id| {
+/// Two seconds of work each: prompts are assumed to take 25 us a token.
+fn heavy(id: u64) -> Request {
+    Request { max_output: Some(1), ..prompt(id, 80_000) }
+}
+
+/// A pool to which two seconds of work came every second of a minute.
+fn overloaded(order: Order) -> Pool {
+    let mut pool = Pool::busy(policy(order, 0.25));
+    for id in 1..60 {
+        assert!(id != 40 || pool.scheduler.view().mode == Mode::Normal);
         pool.wait(1);
         pool.arrive(heavy(id));
-    });
-    assert_eq!(pool.scheduler.view().mode, Mode::Normal);
-    (40..60).for_each(|id| {
-        pool.wait(1);
-        pool.arrive(heavy(id));
-    });
+    }
     let view = pool.scheduler.view();
     assert_eq!((view.mode, view.counters.overloads), (Mode::Overload, 1));
     assert!((view.backlog - 118.0).abs() < 2.0, "{}", view.backlog);
+    pool
+}
 
+#[test]
+fn overload_by_arrival_sheds_whom_the_whole_queue_is_too_long_for() {
+    let mut pool = overloaded(Order::Fcfs);
+    let soon = pool.now.after(Duration::from_secs(20));
+    let (reason, retry_after) = pool.rejected(Event::Arrived(Request { expires: soon, ..prompt(1000, 10) })).unwrap();
+    assert_eq!(reason, Reason::Shed);
+    assert!((97..=100).contains(&retry_after), "{retry_after}");
+    assert_eq!(pool.rejected(Event::Arrived(prompt(1001, 10))), None);
+}
+
+#[test]
+fn a_backlog_that_grows_is_overload_until_it_is_small() {
+    let mut pool = overloaded(Order::Headway);
     // By work alone: a small one is next although it arrived last, and is not turned away although its time is short.
     let soon = pool.now.after(Duration::from_secs(20));
     assert_eq!(pool.arrive(Request { expires: soon, max_output: Some(1), ..prompt(1000, 10) }), []);

@@ -4,6 +4,7 @@ use super::Scheduler;
 use super::event::{Action, Request, RequestId, RetryAfter, Tokens};
 use super::outcome::Reason;
 use super::placement::{Demand, too_small};
+use super::policy::Order;
 use super::queue::{Item, Key, Place};
 use super::restrictions::Restriction;
 use super::table::{Entry, Stage};
@@ -136,8 +137,11 @@ impl Scheduler {
         if parallel > 0.0 { queued / parallel } else { 0.0 }
     }
 
-    /// Predicted seconds until a request that joins now would be started, under an order by work.
+    /// Predicted seconds until a request that joins now would be started: by arrival behind everything that waits, else behind what is smaller.
     fn predicted_wait(&self, entry: &Entry) -> f64 {
+        if self.keying.order == Order::Fcfs {
+            return self.queued_seconds();
+        }
         let total = self.waiting_work.total();
         if total > 0.0 { self.queued_seconds() * self.waiting_work.before(entry) / total } else { 0.0 }
     }

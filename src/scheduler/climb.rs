@@ -172,4 +172,16 @@ mod tests {
         climb.full(Time::from_micros(1), false);
         assert_eq!(climb.decide(Time::from_micros(60_000_000), 8, 64, true), None);
     }
+
+    #[test]
+    fn a_measurement_takes_half_a_window_or_ten_seconds() {
+        let decides = |finished, seconds: u64| {
+            let mut climb = Climb::default();
+            climb.full(Time::ZERO, true);
+            (0..finished).for_each(|_| climb.computed(1.0, true));
+            climb.decide(Time::from_micros(seconds * 1_000_000), 64, 128, true).is_some()
+        };
+        assert!(decides(32, 2) && decides(0, 10));
+        assert!(!decides(32, 1) && !decides(31, 9));
+    }
 }

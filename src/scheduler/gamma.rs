@@ -150,6 +150,15 @@ mod tests {
     }
 
     #[test]
+    fn only_a_rate_is_restored() {
+        let mut ada = GammaAda::default();
+        [0.0, -1.0, f64::NAN, f64::INFINITY].into_iter().for_each(|rate| ada.restore(rate));
+        assert_eq!(ada.slope(), None);
+        ada.restore(0.3);
+        assert_eq!(ada.slope(), Some(0.3));
+    }
+
+    #[test]
     fn stays_within_range_of_the_work() {
         let policy = policy(Gamma::Adaptive, MaxOvertake::Auto);
         for (rate, limit) in [(1e-6, 0.003), (1e6, 2.0)] {

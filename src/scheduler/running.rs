@@ -84,3 +84,11 @@ impl Scheduler {
 fn work(prompt: Tokens, output: Tokens) -> f64 {
     PROMPT_TOKEN * f64::from(prompt) + f64::from(output)
 }
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn twenty_prompt_tokens_count_as_one_of_output() {
+        assert_eq!(super::work(20, 5), 6.0);
+    }
+}
