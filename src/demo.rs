@@ -221,7 +221,7 @@ pub struct Args {
     #[arg(long, default_value_t = 330)]
     requests: usize,
     /// Seconds over which they arrive
-    #[arg(long, default_value_t = 27)]
+    #[arg(long, default_value_t = 15)]
     seconds: u64,
     /// Draws the workload
     #[arg(long, default_value_t = 7)]
@@ -233,6 +233,12 @@ pub struct Args {
 
 /// The model that the simulated backends serve.
 const MODEL: &str = "demo";
+/// Seconds of the simulated engines in one real second.
+const SPEED: f64 = 2.0;
+/// Longer answers are left out, so that the last of them does not keep everybody waiting for a minute.
+const LONGEST: u32 = 1200;
+/// Answers of the warm-up are no longer than this.
+const WARM_UP: u32 = 150;
 
 /// The three backends: an engine profile and its slots.
 fn fleet() -> [(&'static str, Profile); 3] {
@@ -247,14 +253,14 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     }
     serve::log_to_stderr("warn");
     let runtime = serve::runtime()?;
-    let samples = Arc::new(samples());
+    let samples: Arc<Vec<Sample>> = Arc::new(samples().into_iter().filter(|sample| sample.output_tokens <= LONGEST).collect());
     let mut lengths = Lengths::default();
     for sample in samples.iter() {
         lengths.insert(&sample.prompt, sample.output_tokens);
     }
     let mut engines = Vec::new();
     for (_, profile) in fleet() {
-        let config = ServerConfig { models: vec![MODEL.to_owned()], profile, lengths: lengths.clone(), ..ServerConfig::default() };
+        let config = ServerConfig { models: vec![MODEL.to_owned()], profile, speed: SPEED, lengths: lengths.clone(), ..ServerConfig::default() };
         engines.push(runtime.block_on(Server::start(config))?);
     }
     let urls = engines.iter().map(|engine| engine.url().parse()).collect::<Result<Vec<BackendUrl>, _>>()?;
@@ -286,9 +292,12 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 async fn compare(args: &Args, address: SocketAddr, gateway: &Gateway, samples: Arc<Vec<Sample>>) -> anyhow::Result<String> {
     let plan = bursty(args.requests, Duration::from_secs(args.seconds), samples.len(), args.seed);
     let tokens: u64 = plan.iter().map(|planned| u64::from(samples[planned.sample].output_tokens)).sum();
-    println!("Three simulated backends (large, medium, small GPU; 12 slots each), the gateway at http://{address}, and one bursty workload,");
-    println!("replayed twice: {} requests, {tokens} tokens, arriving over {} s.\n", plan.len(), args.seconds);
+    println!("Three simulated backends (large, medium, small GPU; 12 slots each; twice as fast as real ones), the gateway at http://{address},");
+    println!("and one bursty workload, replayed twice: {} requests, {tokens} tokens, arriving over {} s.\n", plan.len(), args.seconds);
     healthy(gateway, fleet().len()).await?;
+    let warm_up = warm_up(&samples, args.seconds, args.seed);
+    replay(address, MODEL, Arc::clone(&samples), &warm_up, |sent, answered, planned| show_progress("warm-up", sent, answered, planned)).await?;
+    println!();
     let mut runs = Vec::new();
     for policy in ["fcfs", "headway"] {
         let mut snapshot = Snapshot::clone(&gateway.live().snapshot);
@@ -302,6 +311,16 @@ async fn compare(args: &Args, address: SocketAddr, gateway: &Gateway, samples: A
         runs.push((policy, seen));
     }
     Ok(table(&runs))
+}
+
+/// Short answers for a quarter of the time, so that no run has to find out how much the backends can hold.
+fn warm_up(samples: &[Sample], seconds: u64, seed: u64) -> Vec<Planned> {
+    let short: Vec<usize> = (0..samples.len()).filter(|index| samples[*index].output_tokens <= WARM_UP).collect();
+    let mut plan = bursty(3 * short.len() / 2, Duration::from_secs(seconds) / 4, short.len(), seed + 1);
+    for planned in &mut plan {
+        planned.sample = short[planned.sample];
+    }
+    plan
 }
 
 /// Waits until the first probes have found every backend.
