@@ -1,6 +1,6 @@
 //! What proxying costs: CPU time of the proxy process per request and per streamed chunk, Headway beside nginx, on the same mock upstream in one run.
 //!
-//! `cargo bench --bench proxy_overhead` (needs `nginx` on the path; without it only Headway is measured). The mock and the load run in this process,
+//! `cargo bench --bench proxy_overhead` (needs `nginx` on the path; without it only Headway is measured; HEADWAY names another build to measure). The mock and the load run in this process,
 //! the proxies are child processes; their CPU time is read from /proc, so the load generator's share of the machine does not count.
 
 use std::fs;
@@ -106,8 +106,10 @@ fn headway(upstream: SocketAddr, directory: &Path) -> io::Result<Proxy> {
             "listen: {address}\nadmin: {admin}\npools:\n  - name: mock\n    models: [mock]\n    backends:\n      - {{ url: \"http://{upstream}\", engine: openai, slots: 1024 }}\n"
         ),
     )?;
+    let program = std::env::var_os("HEADWAY").unwrap_or_else(|| env!("CARGO_BIN_EXE_headway").into());
     let child =
-        Command::new(env!("CARGO_BIN_EXE_headway")).arg("serve").arg("--config").arg(&config).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
+        // Like nginx here, without an access log.
+        Command::new(program).env("RUST_LOG", "warn").arg("serve").arg("--config").arg(&config).stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
     ready(Proxy { name: "headway", address, child })
 }
 
