@@ -265,6 +265,8 @@ impl Gateway {
         let live = self.live();
         unchanged("listen", live.snapshot.listen, snapshot.listen)?;
         unchanged("admin", live.snapshot.admin, snapshot.admin)?;
+        unchanged("threads", live.snapshot.threads, snapshot.threads)?;
+        unchanged("tls", &live.snapshot.tls, &snapshot.tls)?;
         let ranker = if snapshot.ranker == live.snapshot.ranker { live.ranker.clone() } else { start_ranker(snapshot.ranker.clone()).await? };
         let mut pools = Vec::with_capacity(snapshot.pools.len());
         for (index, settings) in snapshot.pools.iter().enumerate() {
@@ -317,8 +319,8 @@ fn started(settings: &config::Pool, seed: u64) -> Arc<PoolRuntime> {
     Arc::new(pool)
 }
 
-fn unchanged(field: &'static str, old: std::net::SocketAddr, new: std::net::SocketAddr) -> Result<(), ApplyError> {
-    if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: old.to_string(), new: new.to_string() }) }
+fn unchanged<T: PartialEq + std::fmt::Debug>(field: &'static str, old: T, new: T) -> Result<(), ApplyError> {
+    if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: format!("{old:?}"), new: format!("{new:?}") }) }
 }
 
 /// Loading reads and checks tens of megabytes: not on a runtime's worker.
@@ -368,6 +370,8 @@ mod tests {
         let moved = Snapshot { listen: "127.0.0.1:1".parse().unwrap(), ..snapshot(&[A, B]) };
         let error = gateway.apply(moved).await.unwrap_err();
         assert!(matches!(error, ApplyError::Restart { field: "listen", .. }), "{error}");
+        let error = gateway.apply(Snapshot { threads: 7, ..snapshot(&[A, B]) }).await.unwrap_err();
+        assert!(matches!(error, ApplyError::Restart { field: "threads", .. }), "{error}");
         assert_eq!(ids(&gateway.live()).len(), 1);
     }
 

@@ -5,12 +5,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use bytes::Bytes;
 use headway::config::{self, BackendUrl, Pool, Route, Secret, Snapshot, Timeouts};
 use headway::fleet::EngineKind;
 use headway::gateway::Gateway;
 use headway::proxy::Proxy;
 use headway::proxy::server::{Options, Server, Stop};
 use headway::scheduler::{Slots, Standing};
+use http_body_util::{BodyExt, Full};
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -837,5 +840,27 @@ async fn a_drain_that_takes_too_long_cuts_with_an_event() {
     let answer = whole.answer().await;
     assert_eq!((answer.status(), answer.header("x-headway-reason")), (503, Some("draining")));
     unanswered.left().await;
+    timeout(LONG, gateway.ended).await.expect("it does not end").unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_quiet_stream_over_h2_is_cut_with_an_event_as_well() {
+    let mut backend = Backend::start().await;
+    let gateway = start(&[&backend], |snapshot, _| snapshot.edge.drain = SHORT).await;
+    let socket = TokioIo::new(TcpStream::connect(gateway.address).await.unwrap());
+    let (mut sender, connection) = hyper::client::conn::http2::handshake(TokioExecutor::new(), socket).await.unwrap();
+    tokio::spawn(connection);
+    let request = hyper::Request::post(format!("http://{}/v1/chat/completions", gateway.address)).body(Full::new(Bytes::from(STREAM))).unwrap();
+    let answer = tokio::spawn(async move { sender.send_request(request).await.unwrap() });
+    let mut exchange = backend.next().await;
+    exchange.write(EVENTS).await;
+    exchange.token("Hi").await;
+    let mut body = answer.await.unwrap().into_body();
+    let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
+    assert!(first.windows(2).any(|bytes| bytes == b"Hi"), "{first:?}");
+    gateway.stop.send(true).unwrap();
+    let rest = timeout(LONG, body.collect()).await.expect("the stream does not end").expect("it breaks off").to_bytes();
+    assert!(String::from_utf8_lossy(&rest).contains("draining"), "{rest:?}");
+    exchange.left().await;
     timeout(LONG, gateway.ended).await.expect("it does not end").unwrap();
 }

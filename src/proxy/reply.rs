@@ -194,13 +194,26 @@ pub struct Reply {
     /// How the slot is given back if all goes well and nothing better is learnt.
     ending: Ending,
     permit: Option<Permit>,
-    /// Set when the process cuts what it cannot wait for.
-    cut: watch::Receiver<bool>,
+    /// Ready when the process cuts what it cannot wait for.
+    cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     account: Account,
 }
 
 impl Reply {
-    pub fn new(upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, cut: watch::Receiver<bool>, account: Account) -> Reply {
+    pub fn new(
+        upstream: Paced,
+        observer: Option<Observer>,
+        ending: Ending,
+        permit: Permit,
+        mut cut: watch::Receiver<bool>,
+        account: Account,
+    ) -> Reply {
+        let cut = Box::pin(async move {
+            if cut.wait_for(|cut| *cut).await.is_err() {
+                // Whoever could cut is gone: nobody will.
+                std::future::pending::<()>().await;
+            }
+        });
         Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), cut, account }
     }
 
@@ -213,7 +226,8 @@ impl Reply {
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, BrokenOff>>> {
         loop {
             let Some(upstream) = &mut self.upstream else { return Poll::Ready(None) };
-            if *self.cut.borrow() {
+            // Polled rather than looked at: an HTTP/2 stream is a task of its own, which nothing else would wake.
+            if self.cut.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(self.failed(&Failure::ShuttingDown));
             }
             match ready!(upstream.poll_chunk(cx)) {

@@ -376,7 +376,7 @@ impl<H: Handler> Shutdown<H> {
         self.phase.send_replace(Phase::Closing);
         let finished = async { tokio::join!(self.phase.closed(), self.handler.drained(within)) };
         if tokio::time::timeout(within, finished).await.is_err() {
-            tracing::warn!(seconds = within.as_secs(), connections = self.phase.receiver_count(), "not everything finished in time");
+            tracing::warn!(seconds = within.as_secs(), "not everything finished in time");
             self.handler.cut();
             self.phase.send_replace(Phase::Cutting);
             let _ = tokio::time::timeout(LATE, self.phase.closed()).await;
