@@ -218,7 +218,7 @@ pub struct Args {
     #[arg(long, value_name = "DIRECTORY")]
     ranker: Option<PathBuf>,
     /// Requests in each run
-    #[arg(long, default_value_t = 330)]
+    #[arg(long, default_value_t = 460)]
     requests: usize,
     /// Seconds over which they arrive
     #[arg(long, default_value_t = 15)]
