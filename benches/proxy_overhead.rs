@@ -32,7 +32,7 @@ fn main() -> io::Result<()> {
     }
     let upstream = mock()?;
     let directory = tempfile::tempdir()?;
-    let mut proxies = vec![headway(upstream, directory.path())?];
+    let mut proxies = vec![headway(upstream, directory.path(), 1024)?];
     match nginx(upstream, directory.path()) {
         Ok(proxy) => proxies.insert(0, proxy),
         Err(error) => eprintln!("nginx is left out: {error}"),
@@ -69,6 +69,33 @@ fn main() -> io::Result<()> {
             );
         }
     }
+    drop(proxies);
+    queued_memory(&headway(upstream, directory.path(), 1)?)
+}
+
+/// Resident memory of the proxy while requests of 1 KB wait in its queue, each on a connection of its own.
+fn queued_memory(proxy: &Proxy) -> io::Result<()> {
+    println!("\n| requests that wait | RSS MiB |\n|---|---|");
+    let request = request(1 << 10, "hold");
+    let mut waiting = Vec::new();
+    for wanted in [0, 1_000, 10_000] {
+        while waiting.len() < wanted {
+            let mut stream = TcpStream::connect(proxy.address)?;
+            stream.write_all(&request)?;
+            waiting.push(stream);
+        }
+        // Settled once it has stopped growing.
+        let mut rss = rss_mib(&proxy.processes());
+        loop {
+            thread::sleep(Duration::from_millis(500));
+            let now = rss_mib(&proxy.processes());
+            if now <= rss {
+                break;
+            }
+            rss = now;
+        }
+        println!("| {wanted} | {rss:.1} |");
+    }
     Ok(())
 }
 
@@ -97,13 +124,13 @@ impl Drop for Proxy {
     }
 }
 
-fn headway(upstream: SocketAddr, directory: &Path) -> io::Result<Proxy> {
+fn headway(upstream: SocketAddr, directory: &Path, slots: u32) -> io::Result<Proxy> {
     let (address, admin) = (free_address()?, free_address()?);
     let config = directory.join("headway.yaml");
     fs::write(
         &config,
         format!(
-            "listen: {address}\nadmin: {admin}\npools:\n  - name: mock\n    models: [mock]\n    backends:\n      - {{ url: \"http://{upstream}\", engine: openai, slots: 1024 }}\n"
+            "listen: {address}\nadmin: {admin}\npools:\n  - name: mock\n    models: [mock]\n    backends:\n      - {{ url: \"http://{upstream}\", engine: openai, slots: {slots} }}\n"
         ),
     )?;
     let program = std::env::var_os("HEADWAY").unwrap_or_else(|| env!("CARGO_BIN_EXE_headway").into());
@@ -222,7 +249,7 @@ fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
     haystack.windows(needle.len()).position(|window| window == needle)
 }
 
-/// An upstream that answers by the `x-mock` header: one JSON object, or an event stream at once or paced.
+/// An upstream that answers by the `x-mock` header: one JSON object, an event stream at once or paced, or never.
 fn mock() -> io::Result<SocketAddr> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let address = listener.local_addr()?;
@@ -280,6 +307,8 @@ fn serve(mut stream: TcpStream) -> io::Result<()> {
                 }
                 stream.write_all(last.as_bytes())?;
             }
+            // Never answered: the slot is held until the proxy closes the connection.
+            Some("hold") => while stream.read(&mut chunk)? > 0 {},
             _ => stream.write_all(json.as_bytes())?,
         }
     }
