@@ -209,10 +209,10 @@ impl Summary {
 #[derive(clap::Args)]
 pub struct Args {
     /// Where clients connect
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
+    #[arg(long, value_name = "ADDRESS", value_parser = config::address, default_value = "127.0.0.1:8080")]
     listen: SocketAddr,
     /// Where operators connect
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:9090")]
+    #[arg(long, value_name = "ADDRESS", value_parser = config::address, default_value = "127.0.0.1:9090")]
     admin: SocketAddr,
     /// A ranker's directory; by default models/pars, where that is found
     #[arg(long, value_name = "DIRECTORY")]
@@ -268,7 +268,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let listener = server::Server::bind(snapshot.listen, None, Options { threads: 1, ..Options::default() })?;
     let address = listener.address();
     let gateway = runtime.block_on(Gateway::start(snapshot))?;
-    runtime.block_on(admin::start(Arc::clone(&gateway), None))?;
+    runtime.block_on(admin::start(Arc::clone(&gateway), None, false))?;
     let (stop, stopped) = watch::channel(false);
     let edge = {
         let gateway = Arc::clone(&gateway);

@@ -25,10 +25,10 @@ pub struct Args {
     #[arg(long, value_name = "URL")]
     backend: Vec<BackendUrl>,
     /// Where clients connect (with --backend)
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:8080")]
+    #[arg(long, value_name = "ADDRESS", value_parser = config::address, default_value = "127.0.0.1:8080")]
     listen: SocketAddr,
     /// Where operators connect (with --backend)
-    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1:9090")]
+    #[arg(long, value_name = "ADDRESS", value_parser = config::address, default_value = "127.0.0.1:9090")]
     admin: SocketAddr,
     /// fcfs, pars, uniboost, headway, or a policy file (with --backend)
     #[arg(long, default_value = "headway")]
@@ -56,7 +56,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let server = Server::bind(snapshot.listen, snapshot.tls.clone(), options)?;
     let runtime = runtime()?;
     let gateway = runtime.block_on(Gateway::start(snapshot))?;
-    runtime.block_on(admin::start(Arc::clone(&gateway), args.config.as_deref()))?;
+    runtime.block_on(admin::start(Arc::clone(&gateway), args.config.as_deref(), args.upgrade))?;
     println!("listening on {scheme}://{}", server.address());
     server.run(Arc::new(Proxy::new(gateway)), Stop::Signals)?;
     Ok(())

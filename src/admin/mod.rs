@@ -49,13 +49,14 @@ struct Admin {
 }
 
 /// Serves the admin address and reloads `file` from now on, until the runtime ends. Returns the address, whose port the system may have chosen.
+/// `takes_over`: a process that is on its way out still serves the address.
 ///
 /// # Errors
 /// The address is taken, or SIGHUP cannot be handled.
-pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>) -> Result<SocketAddr, AdminError> {
+pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>, takes_over: bool) -> Result<SocketAddr, AdminError> {
     let snapshot = Arc::clone(&gateway.live().snapshot);
     let address = snapshot.admin;
-    let listener = listen(address).map_err(|source| AdminError::Bind { address, source })?;
+    let listener = listen(address, takes_over).map_err(|source| AdminError::Bind { address, source })?;
     let bound = listener.local_addr().map_err(|source| AdminError::Bind { address, source })?;
     let apply = {
         let gateway = Arc::clone(&gateway);
@@ -74,13 +75,20 @@ pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>) -> Result<SocketA
     Ok(bound)
 }
 
-/// Two processes may listen at once, so that a new one can take over from one that drains.
-fn listen(address: SocketAddr) -> std::io::Result<tokio::net::TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
-    socket.set_reuseaddr(true)?;
-    socket.set_reuseport(true)?;
-    socket.bind(address)?;
-    socket.listen(BACKLOG)
+/// Two processes can listen at once, so that a new one can take over from one that drains; by mistake they do not.
+fn listen(address: SocketAddr, takes_over: bool) -> std::io::Result<tokio::net::TcpListener> {
+    let bind = |shared| -> std::io::Result<TcpSocket> {
+        let socket = if address.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
+        socket.set_reuseaddr(true)?;
+        socket.set_reuseport(shared)?;
+        socket.bind(address)?;
+        Ok(socket)
+    };
+    if !takes_over {
+        // Refused while anybody else has the address; the socket that stays must be a shared one from its beginning.
+        drop(bind(false)?);
+    }
+    bind(true)?.listen(BACKLOG)
 }
 
 fn router(admin: Admin) -> Router {

@@ -29,7 +29,7 @@ async fn setup() -> Setup {
     let file = dir.path().join("headway.yaml");
     fs::write(&file, FILE).unwrap();
     let gateway = Gateway::start(config::load(&file).unwrap()).await.unwrap();
-    let address = start(Arc::clone(&gateway), Some(&file)).await.unwrap();
+    let address = start(Arc::clone(&gateway), Some(&file), false).await.unwrap();
     Setup { _dir: dir, file, gateway, address }
 }
 
@@ -171,6 +171,17 @@ async fn an_address_that_is_not_ours_is_an_error() {
     // An address of documentation (RFC 5737), which no machine has.
     fs::write(&file, FILE.replace("admin: 127.0.0.1:0", "admin: 192.0.2.1:1")).unwrap();
     let gateway = Gateway::start(config::load(&file).unwrap()).await.unwrap();
-    let error = start(gateway, Some(&file)).await.unwrap_err();
+    let error = start(gateway, Some(&file), false).await.unwrap_err();
     assert!(error.to_string().contains("192.0.2.1:1"), "{error}");
+}
+
+#[tokio::test]
+async fn two_gateways_share_an_address_only_when_one_takes_over() {
+    let first = setup().await;
+    let taken = FILE.replace("admin: 127.0.0.1:0", &format!("admin: {}", first.address));
+    fs::write(&first.file, taken).unwrap();
+    let gateway = Gateway::start(config::load(&first.file).unwrap()).await.unwrap();
+    let error = start(Arc::clone(&gateway), None, false).await.unwrap_err();
+    assert!(error.to_string().contains(&first.address.to_string()), "{error}");
+    assert_eq!(start(gateway, None, true).await.unwrap(), first.address);
 }

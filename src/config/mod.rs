@@ -27,6 +27,7 @@ pub use text::Mistake;
 pub use watch::{ReloadError, ReloadStatus, Reloader};
 
 use crate::scheduler::Weight;
+use text::FromText;
 use validate::{Environment, show_bytes, show_duration};
 
 /// Reads and checks a configuration file and the files it names.
@@ -48,6 +49,14 @@ fn load_with(path: &Path, environment: Environment) -> Result<Snapshot, ConfigEr
     let text = String::from_utf8(bytes).map_err(|_| ConfigError::of_file(path, "is not UTF-8 text".into(), "save it as UTF-8".into()))?;
     let raw: raw::File = parse::parse(path, &text)?;
     validate::validate(path, &raw, environment)
+}
+
+/// An address to listen on, as a configuration file may write it.
+///
+/// # Errors
+/// The text is no address with a port; says how to write one.
+pub fn address(text: &str) -> Result<SocketAddr, String> {
+    SocketAddr::from_text(text).map_err(|mistake| format!("{}; {}", mistake.message, mistake.hint))
 }
 
 /// The configuration of `headway serve --backend URL ...`: one pool that takes any model, all else default. A URL given twice counts once.
