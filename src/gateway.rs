@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
@@ -233,8 +234,8 @@ pub enum ApplyError {
 pub struct Gateway {
     live: ArcSwap<Live>,
     draining: watch::Sender<bool>,
-    /// One reload at a time.
-    reload: tokio::sync::Mutex<()>,
+    /// One reload at a time. Holds the runtime that carries the connections, once there is one.
+    reload: tokio::sync::Mutex<Option<Handle>>,
     /// Counts of requests, over all pools and reloads.
     pub metrics: Metrics,
 }
@@ -248,7 +249,7 @@ impl Gateway {
         Ok(Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
-            reload: tokio::sync::Mutex::new(()),
+            reload: tokio::sync::Mutex::new(None),
             metrics: Metrics::default(),
         }))
     }
@@ -261,7 +262,7 @@ impl Gateway {
     /// Makes the running gateway match `snapshot`, or changes nothing. Pools and backends that stay keep their queues, counters and connections;
     /// those that go accept nothing more and finish what they have.
     pub async fn apply(&self, snapshot: Snapshot) -> Result<(), ApplyError> {
-        let _one_at_a_time = self.reload.lock().await;
+        let runtime = self.reload.lock().await;
         let live = self.live();
         unchanged("listen", live.snapshot.listen, snapshot.listen)?;
         unchanged("admin", live.snapshot.admin, snapshot.admin)?;
@@ -276,11 +277,26 @@ impl Gateway {
                     pool.apply(settings);
                     pool
                 }
-                None => started(settings, index as u64),
+                None => {
+                    let pool = started(settings, index as u64);
+                    if let Some(runtime) = &*runtime {
+                        pool.dispatcher.move_to(runtime.clone());
+                    }
+                    pool
+                }
             });
         }
         self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, pools }));
         Ok(())
+    }
+
+    /// The pools' owner tasks, those of later reloads too, run where the connections are.
+    pub async fn move_to(&self, runtime: Handle) {
+        let mut home = self.reload.lock().await;
+        for pool in &self.live().pools {
+            pool.dispatcher.move_to(runtime.clone());
+        }
+        *home = Some(runtime);
     }
 
     /// From now on the gateway is not ready; what it has accepted still runs.

@@ -103,6 +103,8 @@ impl Body for Answer {
 impl Handler for StandIn {
     type Body = Answer;
 
+    async fn begin(&self, _: tokio::runtime::Handle) {}
+
     async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
         let mut guard = Guard(Some(self.events.clone()));
         let path = request.uri().path().to_owned();

@@ -10,10 +10,12 @@ mod tests;
 mod ticket;
 
 use std::collections::HashMap;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
@@ -76,6 +78,7 @@ enum Message {
     Enqueue(Box<Request>, oneshot::Sender<Result<Permit, Rejection>>),
     Happened(Event),
     View(oneshot::Sender<PoolView>),
+    Move(Handle),
     Drain { deadline: Instant, done: oneshot::Sender<Drained> },
 }
 
@@ -158,6 +161,11 @@ impl Dispatcher {
         self.send(Message::Happened(Event::LimitsChanged(limits)));
     }
 
+    /// The owner task goes on in another runtime: where the requests are, a message to it or from it wakes no other thread.
+    pub fn move_to(&self, runtime: Handle) {
+        self.send(Message::Move(runtime));
+    }
+
     /// What the pool looks like now; `None` once its task has ended.
     pub async fn view(&self) -> Option<PoolView> {
         let (reply, answer) = oneshot::channel();
@@ -220,6 +228,7 @@ impl Owner {
     async fn run(mut self) {
         loop {
             match self.next().await {
+                Woken::Told(Message::Move(runtime)) => return self.go_on_in(&runtime),
                 Woken::Told(message) => self.apply(message),
                 Woken::Deadline => self.handle(Event::Tick),
                 // The drain's own end is settled below.
@@ -228,6 +237,12 @@ impl Owner {
             }
             self.settle_drain();
         }
+    }
+
+    fn go_on_in(self, runtime: &Handle) {
+        // Boxed, since the future of `run` would otherwise be part of its own type.
+        let run: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(self.run());
+        runtime.spawn(run);
     }
 
     /// Waits: nothing changes here.
@@ -261,6 +276,8 @@ impl Owner {
             }
             // A reader that has stopped waiting for the answer is no concern of the pool.
             Message::View(reply) => drop(reply.send(self.scheduler.view())),
+            // `run` has taken it.
+            Message::Move(_) => {}
             Message::Drain { deadline, done } => {
                 self.draining = Some(Draining { deadline, turned_away: 0, done: Some(done) });
                 self.handle(Event::DrainStarted);

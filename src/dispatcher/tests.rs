@@ -237,3 +237,24 @@ async fn progress_is_told_at_geometric_levels() {
     }
     assert_eq!(told, [64, 128, 256, 512]);
 }
+
+#[test]
+fn the_owner_goes_on_in_another_runtime_with_all_it_had() {
+    let runtime = || tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+    let (first, second) = (runtime(), runtime());
+    let (pool, waits) = first.block_on(async {
+        let pool = pool(1);
+        let holder = pool.enqueue(arrival(&pool)).granted().await.unwrap();
+        let waits = pool.enqueue(arrival(&pool));
+        pool.move_to(second.handle().clone());
+        assert_eq!(load(&pool).await, (1, 1000, 1));
+        drop(holder);
+        (pool, waits)
+    });
+    drop(first);
+    second.block_on(async {
+        let mut waits = waits;
+        assert!(waits.granted().await.is_ok());
+        assert_eq!(load(&pool).await, (0, 0, 0));
+    });
+}

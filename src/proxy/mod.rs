@@ -27,6 +27,7 @@ use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, He
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Uri, response as reply_head};
 use hyper::body::Incoming;
+use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -92,6 +93,10 @@ struct Outgoing {
 
 impl Handler for Proxy {
     type Body = ReplyBody;
+
+    async fn begin(&self, runtime: Handle) {
+        self.gateway.move_to(runtime).await;
+    }
 
     async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<ReplyBody> {
         let (head, body) = request.into_parts();

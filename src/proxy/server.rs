@@ -31,6 +31,7 @@ use pingora::protocols::Stream;
 use pingora::server::configuration::ServerConf;
 use pingora::server::{Fds, ListenFds, RunArgs, ShutdownSignal, ShutdownSignalWatch, ShutdownWatch};
 use pingora::services::listening;
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
@@ -54,6 +55,9 @@ const LATE: Duration = Duration::from_secs(1);
 pub trait Handler: Send + Sync + 'static {
     /// The body of its answers.
     type Body: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>> + Send + Unpin + 'static;
+
+    /// The server begins; connections are carried by `runtime`.
+    fn begin(&self, runtime: Handle) -> impl Future<Output = ()> + Send;
 
     /// Answers one request. The future, and then the body, are dropped when the client leaves.
     fn handle(self: Arc<Self>, request: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
@@ -152,7 +156,8 @@ impl Server {
         let threads = if self.options.threads == 0 { cores } else { self.options.threads };
         let (accepting, accept) = watch::channel(false);
         let sockets = Arc::<Mutex<Option<ListenFds>>>::default();
-        let service = Service { inner, threads, name: name.clone(), socket: self.socket, accept, sockets: Arc::clone(&sockets) };
+        let service =
+            Service { handler: Arc::clone(&handler), inner, threads, name: name.clone(), socket: self.socket, accept, sockets: Arc::clone(&sockets) };
         let shutdown = Shutdown { handler, stop, phase, accepting, upgrade_sock: self.options.upgrade_sock, sockets };
 
         let conf = ServerConf { threads, ..ServerConf::default() };
@@ -178,8 +183,9 @@ enum Phase {
 }
 
 /// pingora's service with a socket that is already open and an end of its own.
-struct Service<A> {
-    inner: listening::Service<A>,
+struct Service<H> {
+    handler: Arc<H>,
+    inner: listening::Service<App<H>>,
     threads: usize,
     name: String,
     socket: i32,
@@ -188,8 +194,9 @@ struct Service<A> {
 }
 
 #[async_trait]
-impl<A: ServerApp + Send + Sync + 'static> pingora::services::Service for Service<A> {
+impl<H: Handler> pingora::services::Service for Service<H> {
     async fn start_service(&mut self, fds: Option<ListenFds>, _shutdown: ShutdownWatch, listeners: usize) {
+        self.handler.begin(Handle::current()).await;
         if let Some(fds) = &fds {
             fds.lock().add(self.name.clone(), self.socket);
             *self.sockets.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(fds));
