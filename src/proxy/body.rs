@@ -13,6 +13,9 @@ use tokio::time::timeout;
 
 use crate::config::Edge;
 
+/// A body of one piece up to this size is copied: as it comes, it is a slice of the connection's read buffer, and would keep all of that while it waits.
+const COPIED: usize = 8 << 10;
+
 /// The memory that all bodies take together.
 #[derive(Clone, Debug, Default)]
 pub struct Budget(Arc<AtomicU64>);
@@ -101,7 +104,12 @@ where
             }
             all.extend_from_slice(&data);
         }
-        Ok(Held { bytes: if all.is_empty() { first } else { all.freeze() }, _share: share })
+        let bytes = match (all.is_empty(), first.len() <= COPIED) {
+            (true, true) => Bytes::copy_from_slice(&first),
+            (true, false) => first,
+            (false, _) => all.freeze(),
+        };
+        Ok(Held { bytes, _share: share })
     };
     timeout(limits.body_timeout, reading).await.unwrap_or(Err(BodyError::Timeout(limits.body_timeout)))
 }
@@ -138,10 +146,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_piece_is_not_copied() {
-        let bytes = Bytes::from_static(b"{\"a\":1}");
-        let held = read(&mut Full::new(bytes.clone()), &limits(7, 7), &Budget::default()).await.unwrap();
-        assert_eq!(held.bytes.as_ptr(), bytes.as_ptr());
+    async fn one_piece_is_kept_as_it_is_unless_it_is_small() {
+        for (length, is_kept) in [(7, false), (COPIED, false), (COPIED + 1, true)] {
+            let bytes = Bytes::from(vec![b'x'; length]);
+            let held = read(&mut Full::new(bytes.clone()), &limits(1 << 20, 1 << 20), &Budget::default()).await.unwrap();
+            assert_eq!(held.bytes, bytes);
+            assert_eq!(held.bytes.as_ptr() == bytes.as_ptr(), is_kept, "{length}");
+        }
     }
 
     #[tokio::test]

@@ -4,7 +4,8 @@
 //! would keep its place in the queue; [`Downstream`] reads ahead in hyper's place, notices, and fails the connection, which drops the request.
 
 use std::io::{self, IoSlice};
-use std::pin::{Pin, pin};
+use std::mem::MaybeUninit;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::task::{Context, Poll, ready};
@@ -185,11 +186,13 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Downstream<S> {
             return Ok(());
         }
         while self.ahead.len() < AHEAD {
-            self.ahead.reserve(4 << 10);
-            match pin!(self.stream.read_buf(&mut self.ahead)).poll(cx) {
+            // Nothing is set aside for bytes that nearly never come.
+            let mut bytes = [MaybeUninit::uninit(); 1 << 10];
+            let mut buffer = ReadBuf::uninit(&mut bytes);
+            match Pin::new(&mut self.stream).poll_read(cx, &mut buffer) {
                 Poll::Pending => break,
-                Poll::Ready(Ok(0)) => return Err(io::Error::new(io::ErrorKind::ConnectionReset, "the client left")),
-                Poll::Ready(Ok(_)) => {}
+                Poll::Ready(Ok(())) if buffer.filled().is_empty() => return Err(io::Error::new(io::ErrorKind::ConnectionReset, "the client left")),
+                Poll::Ready(Ok(())) => self.ahead.extend_from_slice(buffer.filled()),
                 Poll::Ready(Err(error)) => return Err(error),
             }
         }
