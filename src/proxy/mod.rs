@@ -152,7 +152,7 @@ impl Proxy {
         // One value for the whole request: a reload in between changes nothing for it.
         let live = self.gateway.live();
         // Even a refusal has the shape that the client can read.
-        account.speaks(Api::of(head.uri.path()).unwrap_or(account.api()));
+        account.speaks(Api::understood_at(head.uri.path()));
         if self.gateway.draining() {
             return Err(Failure::Rejected(Rejection { reason: Reason::Draining, retry_after: 1 }));
         }

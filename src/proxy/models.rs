@@ -23,7 +23,7 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
         // Clients write the slash of a name like `org/model` as %2F.
         Some(name) => Some(percent_decode_str(name).decode_utf8_lossy()),
     };
-    if head.method != Method::GET {
+    if !matches!(head.method, Method::GET | Method::HEAD) {
         return Some(Err(Failure::WrongMethod { path: LIST.to_owned(), allowed: "GET" }));
     }
     // Clients of both APIs ask at the same path.

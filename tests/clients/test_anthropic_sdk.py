@@ -63,6 +63,10 @@ def test_errors_have_the_shape_of_this_api(sdk):
     assert unknown.value.body["error"]["type"] == "not_found_error"
     assert "gpt-4o" in unknown.value.body["error"]["message"]
 
+    with pytest.raises(anthropic.NotFoundError) as uncounted:
+        sdk.messages.count_tokens(model="gpt-4oo", messages=QUESTION)
+    assert uncounted.value.body["error"]["type"] == "not_found_error"
+
     with pytest.raises(anthropic.BadRequestError) as bad:
         sdk.messages.create(model="sim", max_tokens=5, messages="hello")
     assert bad.value.body["error"]["type"] == "invalid_request_error"

@@ -170,6 +170,8 @@ def test_503_without_a_healthy_backend(launch):
     assert refused.headers["x-headway-reason"] == "no_healthy_backend"
     # Models are still listed, and the process is alive.
     assert [model["id"] for model in httpx.get(gateway.url + "/v1/models").json()["data"]] == ["sim"]
+    head = httpx.head(gateway.url + "/v1/models")
+    assert (head.status_code, head.content) == (200, b"")
     assert httpx.get(gateway.admin + "/healthz").status_code == 200
 
 

@@ -61,6 +61,11 @@ impl Api {
         }
     }
 
+    /// The dialect in which the client of `path` understands errors. Below `/v1/messages` (token counts, batches) it is Anthropic's.
+    pub fn understood_at(path: &str) -> Api {
+        if path.starts_with("/v1/messages/") { Api::Messages } else { Api::of(path).unwrap_or(Api::Other) }
+    }
+
     /// Whether the ranker is asked and the answer's length learnt.
     pub fn is_scored(self) -> bool {
         self != Api::Other
