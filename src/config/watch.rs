@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime};
 
-use notify::event::{AccessKind, AccessMode};
+use notify::event::{AccessKind, AccessMode, ModifyKind};
 use notify::{EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
@@ -265,10 +265,12 @@ fn watcher(paths: &[PathBuf], sender: mpsc::Sender<()>) -> notify::Result<Recomm
     Ok(watcher)
 }
 
-/// Reading, which every reload does, is an event too, and no change.
+/// Reading, which every reload does, is an event too, and no change. Where the end of writing is told, what is written before it is none either: a log in
+/// the same folder would otherwise make us look at every line.
 fn may_change(kind: EventKind) -> bool {
     match kind {
         EventKind::Access(access) => access == AccessKind::Close(AccessMode::Write),
+        EventKind::Modify(ModifyKind::Data(_)) => !cfg!(target_os = "linux"),
         EventKind::Any | EventKind::Create(_) | EventKind::Modify(_) | EventKind::Remove(_) | EventKind::Other => true,
     }
 }
@@ -443,5 +445,7 @@ mod tests {
         assert!(!may_change(EventKind::Access(AccessKind::Open(AccessMode::Any))));
         assert!(may_change(EventKind::Access(AccessKind::Close(AccessMode::Write))));
         assert!(may_change(EventKind::Remove(notify::event::RemoveKind::File)));
+        assert!(may_change(EventKind::Modify(ModifyKind::Name(notify::event::RenameMode::To))));
+        assert_eq!(may_change(EventKind::Modify(ModifyKind::Data(notify::event::DataChange::Any))), !cfg!(target_os = "linux"));
     }
 }
