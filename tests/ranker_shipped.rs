@@ -78,6 +78,18 @@ async fn what_obviously_asks_for_more_scores_higher() {
     }
 }
 
+#[tokio::test]
+async fn any_text_of_any_script_gets_a_finite_score() {
+    let ranker = ranker();
+    // Sixty letters out of every kibi of code points, up to the emoji: every living script and many that are not.
+    let scripts = (0..0x1fc00u32).step_by(0x400).map(|block| (block..block + 0x400).step_by(17).filter_map(char::from_u32).collect::<String>());
+    let odd =
+        [String::new(), " \n\t".into(), "[CLS] [SEP] [MASK]".into(), "\u{0}\u{fffd}\u{202e}".into(), "e\u{301}".repeat(3000), "a ".repeat(1 << 19)];
+    for text in scripts.chain(odd) {
+        assert!(score(&ranker, &text).await.is_finite(), "{:?}", text.chars().take(80).collect::<String>());
+    }
+}
+
 #[test]
 fn the_directory_is_at_most_50_megabytes() {
     let bytes: u64 = std::fs::read_dir(SHIPPED).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();

@@ -265,7 +265,6 @@ pub struct Model {
     bert: Bert,
     head: Linear,
     device: Device,
-    train_embeddings: bool,
 }
 
 /// Name of the head among the tensors.
@@ -286,14 +285,7 @@ impl Model {
             bert: Bert { embeddings: Embeddings::new(config, encoder.pp("embeddings"))?, encoder: Encoder { layer } },
             head: linear(config.hidden_size, 1, vb.pp(HEAD))?,
             device: vb.device().clone(),
-            train_embeddings: false,
         })
-    }
-
-    /// Whether gradients reach the embedding tables. They do not by default: half of the weights would move for little.
-    pub fn train_embeddings(mut self, train: bool) -> Model {
-        self.train_embeddings = train;
-        self
     }
 
     /// One score per entry, in order, as a vector that has a gradient. Shorter entries are padded to the longest.
@@ -318,7 +310,8 @@ impl Model {
             ids.resize(ids.len() + length - pieces.len(), 0);
         }
         let x = self.bert.embeddings.forward(&Tensor::from_vec(ids, (batch.len(), length), &self.device)?)?;
-        Ok(if self.train_embeddings { x } else { x.detach() })
+        // Training leaves the tables as they are: half of the weights would move for little.
+        Ok(x.detach())
     }
 
     /// What is added to the attention's logits: nothing at pieces, the smallest number at padding. `None` where nothing is padded.

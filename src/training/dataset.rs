@@ -126,6 +126,36 @@ pub fn consensus(examples: &[Example]) -> Vec<f64> {
     typical
 }
 
+/// Per example a number, the same for all whose lengths can be compared: a chain of models that answered both ends links them. Between groups a difference
+/// in length may be the models' alone.
+pub fn groups(examples: &[Example]) -> Vec<usize> {
+    // Each model points to a model of its group; the group's first points to itself.
+    let mut towards: BTreeMap<&str, &str> = BTreeMap::new();
+    fn first<'a>(towards: &BTreeMap<&'a str, &'a str>, mut model: &'a str) -> &'a str {
+        while let Some(next) = towards.get(model).filter(|next| **next != model) {
+            model = next;
+        }
+        model
+    }
+    for example in examples {
+        let mut to = None;
+        for model in example.lengths.keys() {
+            let root = first(&towards, model);
+            let to = *to.get_or_insert(root);
+            towards.insert(root, to);
+            towards.insert(model, to);
+        }
+    }
+    let mut numbers: BTreeMap<&str, usize> = BTreeMap::new();
+    let group = |example: &Example| {
+        let root =
+            example.lengths.keys().next().map_or("", |model| first(&towards, towards.get_key_value(model.as_str()).map_or("", |(model, _)| *model)));
+        let next = numbers.len();
+        *numbers.entry(root).or_insert(next)
+    };
+    examples.iter().map(group).collect()
+}
+
 fn typical_of(example: &Example, factors: &BTreeMap<&str, f64>) -> f64 {
     median(example.lengths.iter().map(|(model, &length)| f64::from(length).ln() - factors.get(model.as_str()).unwrap_or(&0.0)).collect())
 }
@@ -190,6 +220,19 @@ pub(crate) mod tests {
         let typical = consensus(&examples);
         assert!((typical[0] - typical[3]).abs() < 1e-9, "{typical:?}");
         assert!((typical[0] - typical[1] - 10f64.ln()).abs() < 1e-9, "{typical:?}");
+    }
+
+    #[test]
+    fn lengths_are_comparable_where_a_chain_of_models_links_them() {
+        let examples = [
+            example("a", &[("m", 1), ("n", 1)]),
+            example("b", &[("p", 1)]),
+            example("c", &[("o", 1)]),
+            example("d", &[("q", 1)]),
+            example("e", &[("n", 1), ("o", 1)]),
+            example("f", &[("m", 1)]),
+        ];
+        assert_eq!(groups(&examples), [0, 1, 0, 2, 0, 0]);
     }
 
     #[test]

@@ -1,9 +1,7 @@
 //! What a batch of scores is told about a batch of lengths.
 
-use candle_core::{D, Result, Tensor};
-
 /// How lengths teach.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Loss {
     /// Margin ranking over all pairs of a batch that differ enough: what PARS does, without sampling pairs.
@@ -17,20 +15,27 @@ pub enum Loss {
 /// Differences in score that satisfy a pair.
 const MARGIN: f64 = 1.0;
 
+/// What a prompt should score like.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Target {
+    /// Logarithm of the length.
+    pub length: f64,
+    /// Only lengths of the same group are comparable.
+    pub group: usize,
+}
+
 impl Loss {
-    /// The loss of `scores` where the logarithms of the true lengths are `lengths`. `None`: this batch has nothing to teach.
+    /// The loss of `scores` and its slope by each of them. `None`: this batch has nothing to teach.
     ///
     /// A pair counts if its lengths differ by at least the share `delta` of the longer one.
-    pub fn of(self, scores: &Tensor, lengths: &[f64], delta: f64) -> Result<Option<Tensor>> {
-        match self {
-            Loss::Pairwise => pairwise(scores, lengths, delta),
-            Loss::Pointwise => {
-                let target: Vec<f32> = lengths.iter().map(|length| *length as f32).collect();
-                let target = Tensor::from_vec(target, lengths.len(), scores.device())?;
-                (scores - target)?.sqr()?.mean_all().map(Some)
-            }
-            Loss::Listwise => listwise(scores, lengths).map(Some),
-        }
+    pub fn of(self, scores: &[f32], targets: &[Target], delta: f64) -> Option<(f64, Vec<f32>)> {
+        let scores: Vec<f64> = scores.iter().map(|score| f64::from(*score)).collect();
+        let (loss, slopes) = match self {
+            Loss::Pairwise => pairwise(&scores, targets, delta)?,
+            Loss::Pointwise => pointwise(&scores, targets),
+            Loss::Listwise => listwise(&scores, targets)?,
+        };
+        Some((loss, slopes.into_iter().map(|slope| slope as f32).collect()))
     }
 }
 
@@ -39,41 +44,62 @@ pub(super) fn longer(a: f64, b: f64, delta: f64) -> bool {
     a > b && 1.0 - (b - a).exp() >= delta
 }
 
-fn pairwise(scores: &Tensor, lengths: &[f64], delta: f64) -> Result<Option<Tensor>> {
-    let n = lengths.len();
-    let mask: Vec<f32> = lengths.iter().flat_map(|a| lengths.iter().map(|b| f32::from(u8::from(longer(*a, *b, delta))))).collect();
-    let pairs: f32 = mask.iter().sum();
-    if pairs == 0.0 {
-        return Ok(None);
+fn pairwise(scores: &[f64], targets: &[Target], delta: f64) -> Option<(f64, Vec<f64>)> {
+    let (mut loss, mut pairs, mut slopes) = (0.0, 0u32, vec![0.0; scores.len()]);
+    for (i, long) in targets.iter().enumerate() {
+        for (j, short) in targets.iter().enumerate() {
+            if long.group != short.group || !longer(long.length, short.length, delta) {
+                continue;
+            }
+            pairs += 1;
+            let missing = MARGIN - (scores[i] - scores[j]);
+            if missing > 0.0 {
+                loss += missing;
+                slopes[i] -= 1.0;
+                slopes[j] += 1.0;
+            }
+        }
     }
-    let mask = Tensor::from_vec(mask, (n, n), scores.device())?;
-    let ahead = scores.unsqueeze(1)?.broadcast_sub(&scores.unsqueeze(0)?)?;
-    let hinge = ahead.affine(-1.0, MARGIN)?.relu()?;
-    ((hinge * mask)?.sum_all()? / f64::from(pairs)).map(Some)
+    let share = 1.0 / f64::from(pairs);
+    (pairs > 0).then(|| (loss * share, slopes.into_iter().map(|slope| slope * share).collect()))
 }
 
-fn listwise(scores: &Tensor, lengths: &[f64]) -> Result<Tensor> {
-    let n = lengths.len();
-    let mut order: Vec<u32> = (0..n as u32).collect();
-    order.sort_by(|a, b| lengths[*b as usize].total_cmp(&lengths[*a as usize]));
-    let scores = scores.index_select(&Tensor::from_vec(order, n, scores.device())?, 0)?;
-    let scores = scores.broadcast_sub(&scores.max(D::Minus1)?.detach())?;
-    // Row i has ones from column i on: what could still have been chosen as the i-th longest.
-    let rest: Vec<f32> = (0..n).flat_map(|i| (0..n).map(move |j| f32::from(u8::from(j >= i)))).collect();
-    let rest = Tensor::from_vec(rest, (n, n), scores.device())?;
-    let total = rest.matmul(&scores.exp()?.unsqueeze(1)?)?.squeeze(1)?.log()?;
-    (total - scores)?.mean_all()
+fn pointwise(scores: &[f64], targets: &[Target]) -> (f64, Vec<f64>) {
+    let share = 1.0 / scores.len() as f64;
+    let errors = scores.iter().zip(targets).map(|(score, target)| score - target.length);
+    (errors.clone().map(|error| error * error * share).sum(), errors.map(|error| 2.0 * error * share).collect())
+}
+
+fn listwise(scores: &[f64], targets: &[Target]) -> Option<(f64, Vec<f64>)> {
+    let mut order: Vec<usize> = (0..scores.len()).collect();
+    order.sort_by(|a, b| targets[*a].group.cmp(&targets[*b].group).then(targets[*b].length.total_cmp(&targets[*a].length)));
+    let share = 1.0 / scores.len() as f64;
+    let (mut loss, mut slopes) = (0.0, vec![0.0; scores.len()]);
+    for list in order.chunk_by(|a, b| targets[*a].group == targets[*b].group) {
+        // Of a list of one, the order is certain.
+        for at in 0..list.len() - 1 {
+            // What could still have been chosen as the next longest.
+            let rest = &list[at..];
+            let most = rest.iter().map(|index| scores[*index]).fold(f64::MIN, f64::max);
+            let total: f64 = rest.iter().map(|index| (scores[*index] - most).exp()).sum();
+            loss += (total.ln() + most - scores[list[at]]) * share;
+            slopes[list[at]] -= share;
+            rest.iter().for_each(|index| slopes[*index] += share * (scores[*index] - most).exp() / total);
+        }
+    }
+    (loss > 0.0).then_some((loss, slopes))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use candle_core::{Device, Var};
 
-    fn value(loss: Loss, scores: &[f32], lengths: &[f64]) -> Option<f32> {
-        let scores = Tensor::from_slice(scores, scores.len(), &Device::Cpu).unwrap();
-        let logs: Vec<f64> = lengths.iter().map(|length| length.ln()).collect();
-        loss.of(&scores, &logs, 0.2).unwrap().map(|loss| loss.to_scalar().unwrap())
+    fn targets(lengths: &[f64]) -> Vec<Target> {
+        lengths.iter().map(|length| Target { length: length.ln(), group: 0 }).collect()
+    }
+
+    fn value(loss: Loss, scores: &[f32], lengths: &[f64]) -> Option<f64> {
+        loss.of(scores, &targets(lengths), 0.2).map(|(loss, _)| loss)
     }
 
     #[test]
@@ -97,22 +123,29 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_those_of_finite_differences() {
-        let at = [0.3f32, -0.2, 0.9, 0.1];
-        let lengths = [5.0f64, 60.0, 20.0, 300.0];
-        let logs = lengths.map(f64::ln);
+    fn prompts_of_different_groups_are_not_compared() {
+        let mut targets = targets(&[10.0, 1000.0]);
+        targets[1].group = 1;
+        for loss in [Loss::Pairwise, Loss::Listwise] {
+            assert_eq!(loss.of(&[1.0, 2.0], &targets, 0.2), None, "{loss:?}");
+        }
+    }
+
+    #[test]
+    fn slopes_are_those_of_finite_differences() {
+        let at = [0.3f32, -0.2, 0.9, 0.1, 0.4];
+        let mut targets = targets(&[5.0, 60.0, 20.0, 300.0, 40.0]);
+        targets[4].group = 1;
         for loss in [Loss::Pairwise, Loss::Pointwise, Loss::Listwise] {
-            let scores = Var::from_slice(&at, 4, &Device::Cpu).unwrap();
-            let gradients = loss.of(&scores, &logs, 0.2).unwrap().unwrap().backward().unwrap();
-            let gradient: Vec<f32> = gradients.get(&scores).unwrap().to_vec1().unwrap();
-            for index in 0..4 {
+            let (_, slopes) = loss.of(&at, &targets, 0.2).unwrap();
+            for index in 0..at.len() {
                 let shifted = |by: f32| {
                     let mut at = at;
                     at[index] += by;
-                    value(loss, &at, &lengths).unwrap()
+                    loss.of(&at, &targets, 0.2).unwrap().0
                 };
                 let numeric = (shifted(1e-2) - shifted(-1e-2)) / 2e-2;
-                assert!((numeric - gradient[index]).abs() < 1e-2, "{loss:?} {index}: {numeric} and {}", gradient[index]);
+                assert!((numeric - f64::from(slopes[index])).abs() < 1e-2, "{loss:?} {index}: {numeric} and {}", slopes[index]);
             }
         }
     }

@@ -1,14 +1,18 @@
 //! From observed lengths to weights, and how good they are. Uses the ranker's model and tokenizer; never the reverse.
 
 pub mod dataset;
+mod encoder;
 mod evaluate;
 mod export;
 mod loss;
 mod metrics;
+mod plot;
 mod trainer;
 
+use std::collections::BTreeMap;
 use std::io::{BufRead, Write};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use anyhow::ensure;
 use clap::Args;
@@ -22,8 +26,9 @@ use crate::ranker::weights::{self, CONFIG, Package, TOKENIZER, WEIGHTS};
 pub use evaluate::{EvaluateArgs, evaluate};
 
 use dataset::{Dataset, Example};
-use loss::Loss;
-use trainer::{Chance, Recipe, Sample, Trainee};
+use loss::{Loss, Target};
+use metrics::agreement;
+use trainer::{Chance, Recipe, Sample, Trainee, Training};
 
 /// System prompts that say nothing about length. Some training prompts get one, so that a score hardly depends on its being there.
 const SYSTEMS: [&str; 12] = [
@@ -80,14 +85,26 @@ pub struct TrainArgs {
     /// Pairs whose lengths differ by less than this share are left out
     #[arg(long, default_value_t = 0.2)]
     delta: f64,
-    /// Use at most this many prompts of one source
+    /// Show at most this many prompts of one source in a pass, drawn anew each time
     #[arg(long)]
     per_source: Option<usize>,
+    /// Show at least this many prompts of one source in a pass; those of a smaller source up to four times over
+    #[arg(long, default_value_t = 0)]
+    repeat: usize,
+    /// Leave out sources whose name contains this; may be given several times
+    #[arg(long)]
+    without_source: Vec<String>,
+    /// Leave out the lengths of models whose name contains this; may be given several times
+    #[arg(long)]
+    without_model: Vec<String>,
     /// Percentage of prompts, by hash, that are kept away from training; `evaluate` finds them again
     #[arg(long, default_value_t = 15)]
     holdout: u8,
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Go on from the checkpoint in the output directory, if there is one
+    #[arg(long)]
+    resume: bool,
     /// cpu, auto or cuda:N
     #[arg(long, default_value = "cpu", value_parser = device)]
     device: Device,
@@ -146,17 +163,22 @@ pub fn train(args: &TrainArgs) -> anyhow::Result<()> {
     let tokenizer = Tokenizer::from_json(&tokenizer_json, truncation)?;
 
     let examples = select(load(&args.data)?, args);
-    let lengths = dataset::consensus(&examples);
+    let (lengths, groups) = (dataset::consensus(&examples), dataset::groups(&examples));
+    let mut sources: BTreeMap<&str, usize> = BTreeMap::new();
+    for example in &examples {
+        let next = sources.len();
+        sources.entry(&example.source).or_insert(next);
+    }
     let mut chance = Chance::new(args.seed);
     let samples: Vec<Sample> = examples
         .iter()
-        .zip(&lengths)
-        .map(|(example, length)| {
+        .zip(lengths.into_iter().zip(groups))
+        .map(|(example, (length, group))| {
             let mut text = example.text.clone();
             if text.system.is_empty() && chance.below(6) == 0 {
                 text.system = SYSTEMS[chance.below(SYSTEMS.len())].into();
             }
-            Sample { pieces: tokenizer.pieces(&text), length: *length }
+            Sample { pieces: tokenizer.pieces(&text), target: Target { length, group }, source: sources[example.source.as_str()] }
         })
         .collect();
     // Of what is not held out, a twentieth only watches.
@@ -177,35 +199,77 @@ pub fn train(args: &TrainArgs) -> anyhow::Result<()> {
         weight_decay: 0.01,
         clip: 1.0,
         delta: args.delta,
+        most: args.per_source,
+        least: args.repeat,
         seed: args.seed,
     };
     let tensors = weights::tensors(&weights::read(&args.base, WEIGHTS)?)?;
-    let mut trainee = Trainee::new(&config, tensors, &weights::open(args.device)?, args.seed)?;
-    trainee.train(&recipe, &training, &validation, &mut |line| eprintln!("{line}"))?;
+    let trainee = Trainee::new(&config, tensors, &weights::open(args.device)?, args.seed)?;
+    let trained = run(Training::new(trainee, &recipe, &training), &validation, args)?;
+    let trainee = trained.trainee();
 
     let watched: &[Sample] = if validation.len() >= 200 { &validation } else { &training };
-    let lengths: Vec<f64> = watched.iter().map(|sample| sample.length).collect();
-    let mut sources: std::collections::BTreeMap<&str, usize> = std::collections::BTreeMap::new();
+    let lengths: Vec<f64> = watched.iter().map(|sample| sample.target.length).collect();
+    let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
     for example in &examples {
-        *sources.entry(&example.source).or_default() += 1;
+        *counts.entry(&example.source).or_default() += 1;
     }
     let about = serde_json::json!({
         "task": "Ranks prompts by the length of the answer they ask for; higher is longer. Only the order of scores has a meaning.",
         "recipe": recipe, "label": args.model.as_deref().unwrap_or("consensus"), "layers": config.num_hidden_layers, "holdout_percent": args.holdout,
-        "prompts_by_source": sources,
+        "prompts_by_source": counts,
     });
     let export = export::Export {
         name: &args.name,
         config: &config,
         tokenizer: &tokenizer_json,
         truncation,
-        tensors: trainee.tensors(),
+        tensors: trainee.tensors()?,
         observed: (&trainee.scores(watched)?, &lengths),
         about,
     };
     export::export(&args.out, export)?;
+    std::fs::remove_file(args.out.join(CHECKPOINT))
+        .or_else(|error| if error.kind() == std::io::ErrorKind::NotFound { Ok(()) } else { Err(error) })?;
     eprintln!("wrote {} and verified it", args.out.display());
     Ok(())
+}
+
+/// What a training that was broken off goes on from, in the output directory.
+const CHECKPOINT: &str = "checkpoint.safetensors";
+/// Time between two checkpoints: what a broken-off training loses.
+const CHECKPOINT_EVERY: Duration = Duration::from_secs(120);
+
+/// Trains to the end, with a line now and then and a checkpoint.
+fn run<'a>(mut training: Training<'a>, validation: &[Sample], args: &TrainArgs) -> anyhow::Result<Training<'a>> {
+    let checkpoint: &Path = &args.out.join(CHECKPOINT);
+    std::fs::create_dir_all(&args.out)?;
+    if args.resume && checkpoint.exists() {
+        training.resume(checkpoint)?;
+        eprintln!("goes on after step {}", training.done());
+    }
+    let (steps, before) = (training.steps(), training.done());
+    let (start, mut saved) = (Instant::now(), Instant::now());
+    while training.done() < steps {
+        training.step()?;
+        let done = training.done();
+        let epoch = format!("epoch {}/{}", done.div_ceil(training.pass()), args.epochs);
+        if done.is_multiple_of(20) {
+            let seconds = start.elapsed().as_secs_f64();
+            let left = seconds / (done - before) as f64 * (steps - done) as f64;
+            eprintln!("{epoch}  step {done}/{steps}  loss {:.4}  {seconds:.0} s, {left:.0} s to go", training.loss());
+        }
+        if done.is_multiple_of(training.pass()) && !validation.is_empty() {
+            let lengths: Vec<f64> = validation.iter().map(|sample| sample.target.length).collect();
+            let agreement = agreement(&training.trainee().scores(validation)?, &lengths, args.delta);
+            eprintln!("{epoch}  validation tau-b {:.4}  pair accuracy {:.4}", agreement.tau, agreement.accuracy);
+        }
+        if saved.elapsed() > CHECKPOINT_EVERY {
+            training.save(checkpoint)?;
+            saved = Instant::now();
+        }
+    }
+    Ok(training)
 }
 
 /// All rows of all files; says what was skipped.
@@ -222,22 +286,18 @@ fn load(paths: &[PathBuf]) -> anyhow::Result<Vec<Example>> {
     Ok(examples)
 }
 
-/// What may be trained on: not held out, of the models asked for, each prompt once, no source beyond its share.
+/// What may be trained on: not held out, of the models and sources asked for, each prompt once.
 fn select(mut examples: Vec<Example>, args: &TrainArgs) -> Vec<Example> {
-    if let Some(model) = &args.model {
-        for example in &mut examples {
-            example.lengths.retain(|name, _| name.contains(model.as_str()));
-        }
+    let contains = |name: &str, parts: &[String]| parts.iter().any(|part| name.contains(part.as_str()));
+    examples.retain(|example| example.place() >= args.holdout && !contains(&example.source, &args.without_source));
+    for example in &mut examples {
+        example
+            .lengths
+            .retain(|name, _| args.model.as_ref().is_none_or(|model| name.contains(model.as_str())) && !contains(name, &args.without_model));
     }
-    examples.retain(|example| example.place() >= args.holdout && !example.lengths.is_empty());
+    examples.retain(|example| !example.lengths.is_empty());
     // By hash rather than in the file's order: a file may be sorted by something.
     examples.sort_by_cached_key(|example| weights::sha256(example.text.user.as_bytes()));
     examples.dedup_by(|a, b| a.text == b.text);
-    let mut taken: std::collections::BTreeMap<String, usize> = std::collections::BTreeMap::new();
-    examples.retain(|example| {
-        let taken = taken.entry(example.source.clone()).or_default();
-        *taken += 1;
-        args.per_source.is_none_or(|most| *taken <= most)
-    });
     examples
 }
