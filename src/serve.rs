@@ -82,7 +82,7 @@ fn shipped_ranker() -> Option<PathBuf> {
     std::iter::once(PathBuf::new()).chain(above).map(|folder| folder.join("models/pars")).find(|folder| folder.join("config.json").is_file())
 }
 
-/// A runtime for everything that is not the listener: dispatchers, probes, the operators' address.
+/// A runtime for everything that is not on a request's way: probes, reloads, the operators' address.
 pub fn runtime() -> anyhow::Result<Runtime> {
     tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("glue").build().context("starting a runtime")
 }

@@ -375,7 +375,8 @@ fn dialect(head: &Parts) -> Result<Api, Failure> {
 
 /// Whether a path has segments that a server behind us might resolve to a place that was not asked for.
 fn climbs(path: &str) -> bool {
-    path.split(['/', '\\']).any(|segment| matches!(segment.to_ascii_lowercase().replace("%2e", ".").as_str(), "." | ".."))
+    path.split(['/', '\\'])
+        .any(|segment| segment.len() <= "%2e%2e".len() && matches!(segment.to_ascii_lowercase().replace("%2e", ".").as_str(), "." | ".."))
 }
 
 /// Reads the body, or what stands for it.

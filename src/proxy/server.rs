@@ -253,7 +253,8 @@ impl<H: Handler> App<H> {
             Protocol::Http1 => {
                 let connection = http1::Builder::new()
                     .max_header_size(limits.max_head.saturating_mul(OVER).max(LEAST_HEAD))
-                    .half_close(limits.half_close)
+                    // Whether the client is still there, the stream itself watches, without a buffer; hyper would set one aside for every request.
+                    .half_close(true)
                     .header_read_timeout(None)
                     .timer(TokioTimer::new())
                     .serve_connection(io, service);
