@@ -1,6 +1,6 @@
 //! What proxying costs: CPU time of the proxy process per request and per streamed chunk, Headway beside nginx, on the same mock upstream in one run.
 //!
-//! `cargo bench --bench proxy_overhead` (needs `nginx` on the path; without it only Headway is measured; HEADWAY names another build to measure). The mock and the load run in this process,
+//! Both work with one thread. `cargo bench --bench proxy_overhead` (needs `nginx` on the path; without it only Headway is measured; HEADWAY names another build to measure). The mock and the load run in this process,
 //! the proxies are child processes; their CPU time is read from /proc, so the load generator's share of the machine does not count.
 
 use std::fs;
@@ -130,7 +130,7 @@ fn headway(upstream: SocketAddr, directory: &Path, slots: u32) -> io::Result<Pro
     fs::write(
         &config,
         format!(
-            "listen: {address}\nadmin: {admin}\npools:\n  - name: mock\n    models: [mock]\n    backends:\n      - {{ url: \"http://{upstream}\", engine: openai, slots: {slots} }}\n"
+            "listen: {address}\nadmin: {admin}\nthreads: 1\npools:\n  - name: mock\n    models: [mock]\n    backends:\n      - {{ url: \"http://{upstream}\", engine: openai, slots: {slots} }}\n"
         ),
     )?;
     let program = std::env::var_os("HEADWAY").unwrap_or_else(|| env!("CARGO_BIN_EXE_headway").into());
