@@ -53,6 +53,7 @@ pub mod proxy;
 #[cfg(feature = "gateway")]
 pub mod ranker;
 pub mod scheduler;
+pub mod simulator;
 #[cfg(feature = "gateway")]
 pub mod telemetry;
 #[cfg(feature = "gateway")]

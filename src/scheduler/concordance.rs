@@ -4,7 +4,7 @@ use super::event::Tokens;
 use super::score::Score;
 
 /// Kendall's tau-b between score and length, -1 to 1, in O(n log n) (Knight, 1966); `None` where one of them never varies.
-pub(super) fn tau_b(pairs: &mut [(Score, Tokens)]) -> Option<f64> {
+pub(crate) fn tau_b(pairs: &mut [(Score, Tokens)]) -> Option<f64> {
     let all = choose_two(pairs.len());
     pairs.sort_unstable();
     let same_score = ties(pairs.chunk_by(|a, b| a.0 == b.0).map(<[_]>::len));

@@ -44,9 +44,11 @@ pub mod invariants;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use calibration::{Learnt, Sample};
+pub(crate) use concordance::tau_b;
 pub use event::*;
 pub use outcome::{Ending, Reason};
 pub use policy::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
+pub(crate) use rng::Rng;
 pub use score::{Boost, LEVEL, RankerVersion, Score, Scored, Weight, attained_level, boost};
 pub use speed::Speed;
 pub use time::Time;
@@ -59,7 +61,6 @@ use keys::{Keying, Largest, Mix};
 use overload::{Overload, WaitingWork};
 use queue::{Aging, Place};
 use restrictions::Restrictions;
-use rng::Rng;
 use table::Table;
 
 /// The scheduler of one pool.

@@ -1,0 +1,217 @@
+//! What became of each request, and what is said about all of them together.
+
+use std::time::Duration;
+
+use crate::engine;
+use crate::scheduler::{Counters, Mode, Reason, Time, Tokens};
+
+/// How a client's request ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum End {
+    /// With its whole answer.
+    Answered,
+    /// The gateway turned it away.
+    Rejected(Reason),
+    /// An engine cannot take it.
+    Refused,
+    /// The client left.
+    Left,
+    /// A backend broke, and it could not be sent again.
+    Failed,
+}
+
+/// What became of one request.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Answer {
+    /// Index of the job.
+    pub job: u32,
+    pub arrived: Time,
+    /// When it first went to a backend.
+    pub released: Option<Time>,
+    /// When its first token came.
+    pub first: Option<Time>,
+    pub ended: Time,
+    pub end: End,
+    /// Tokens produced.
+    pub output: Tokens,
+    /// How often it was sent to a backend.
+    pub attempts: u32,
+}
+
+impl Answer {
+    /// From arrival to the first token.
+    pub fn ttft(&self) -> Option<Duration> {
+        self.first.map(|first| first.since(self.arrived))
+    }
+
+    /// From arrival to the end.
+    pub fn ttlt(&self) -> Duration {
+        self.ended.since(self.arrived)
+    }
+
+    /// From arrival to the first release.
+    pub fn wait(&self) -> Option<Duration> {
+        self.released.map(|released| released.since(self.arrived))
+    }
+}
+
+/// The pool at one moment of a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Moment {
+    pub at: Time,
+    /// Requests that wait in the gateway.
+    pub waiting: u32,
+    /// Requests at backends.
+    pub in_flight: u32,
+    /// The decay rate of the boost in 1/s; 0 without a gateway.
+    pub gamma: f64,
+    /// B in seconds; 0 without a gateway.
+    pub max_overtake: f64,
+    /// Which order applies; `None` without a gateway.
+    pub mode: Option<Mode>,
+}
+
+/// One run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Run {
+    /// In the order in which they ended.
+    pub answers: Vec<Answer>,
+    pub moments: Vec<Moment>,
+    /// The scheduler's own counts; `None` without a gateway.
+    pub counters: Option<Counters>,
+    /// Each engine's counts.
+    pub engines: Vec<engine::Counters>,
+    /// By how many seconds at most a released request had arrived after one that still waited anywhere in the pool.
+    pub overtaken: f64,
+    /// Sequences in iterations, summed over all engines: what simulated work is measured in.
+    pub request_iterations: u64,
+    /// Events that the scheduler was told.
+    pub events: u64,
+    /// When the last request ended.
+    pub end: Time,
+}
+
+/// Mean and percentiles (nearest rank) of one quantity.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Summary {
+    pub count: usize,
+    pub mean: f64,
+    pub p50: f64,
+    pub p90: f64,
+    pub p99: f64,
+    pub p999: f64,
+    pub max: f64,
+}
+
+impl Summary {
+    /// Of any number of values; all zero for none.
+    pub fn of(values: impl IntoIterator<Item = f64>) -> Self {
+        let mut values: Vec<f64> = values.into_iter().collect();
+        if values.is_empty() {
+            return Summary::default();
+        }
+        values.sort_unstable_by(f64::total_cmp);
+        let rank = |share: f64| values[((share * values.len() as f64).ceil() as usize).clamp(1, values.len()) - 1];
+        Summary {
+            count: values.len(),
+            mean: values.iter().sum::<f64>() / values.len() as f64,
+            p50: rank(0.5),
+            p90: rank(0.9),
+            p99: rank(0.99),
+            p999: rank(0.999),
+            max: rank(1.0),
+        }
+    }
+}
+
+/// What is said about one run.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Figures {
+    /// Seconds from arrival to the last token, of whole answers.
+    pub ttlt: Summary,
+    /// Seconds from arrival to the first token, of whole answers.
+    pub ttft: Summary,
+    /// Seconds of TTLT for each output token (PARS' metric), of whole answers.
+    pub per_token: Summary,
+    /// Seconds from arrival to the first release, of everything released.
+    pub wait: Summary,
+    /// Requests that got no whole answer.
+    pub unanswered: usize,
+    /// Output tokens a second.
+    pub tokens_per_second: f64,
+    /// Whole answers a second.
+    pub answers_per_second: f64,
+    pub preemptions: u64,
+    /// Of all releases, those by age.
+    pub aged: f64,
+    /// See [`Run::overtaken`].
+    pub overtaken: f64,
+    /// The largest B of the run, in seconds.
+    pub max_overtake: f64,
+    /// The share of moments in overload, when B does not hold.
+    pub overloaded: f64,
+}
+
+impl Run {
+    /// Sums up. The first share `warm_up` of the arrivals is left out of what is said about single requests.
+    pub fn figures(&self, warm_up: f64) -> Figures {
+        let mut arrivals: Vec<Time> = self.answers.iter().map(|answer| answer.arrived).collect();
+        arrivals.sort_unstable();
+        let from = arrivals.get((arrivals.len() as f64 * warm_up) as usize).copied().unwrap_or(Time::ZERO);
+        let counted = || self.answers.iter().filter(|answer| answer.arrived >= from);
+        let whole = || counted().filter(|answer| answer.end == End::Answered);
+        let seconds = |span: Duration| span.as_secs_f64();
+        let span = self.end.since(arrivals.first().copied().unwrap_or_default()).as_secs_f64().max(1e-6);
+        let produced: u64 = self.answers.iter().map(|answer| u64::from(answer.output)).sum();
+        let (aged, released) = self.counters.as_ref().map_or((0, 0), |counters| (counters.aged, counters.released));
+        let overloaded = self.moments.iter().filter(|moment| moment.mode == Some(Mode::Overload)).count();
+        Figures {
+            ttlt: Summary::of(whole().map(|answer| seconds(answer.ttlt()))),
+            ttft: Summary::of(whole().filter_map(|answer| answer.ttft().map(seconds))),
+            per_token: Summary::of(whole().filter(|answer| answer.output > 0).map(|answer| seconds(answer.ttlt()) / f64::from(answer.output))),
+            wait: Summary::of(counted().filter_map(|answer| answer.wait().map(seconds))),
+            unanswered: counted().filter(|answer| answer.end != End::Answered).count(),
+            tokens_per_second: produced as f64 / span,
+            answers_per_second: self.answers.iter().filter(|answer| answer.end == End::Answered).count() as f64 / span,
+            preemptions: self.engines.iter().map(|engine| engine.preemptions).sum(),
+            aged: if released == 0 { 0.0 } else { aged as f64 / released as f64 },
+            overtaken: self.overtaken,
+            max_overtake: self.moments.iter().map(|moment| moment.max_overtake).fold(0.0, f64::max),
+            overloaded: overloaded as f64 / self.moments.len().max(1) as f64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_by_nearest_rank() {
+        let summary = Summary::of((1..=1000).rev().map(f64::from));
+        assert_eq!(summary, Summary { count: 1000, mean: 500.5, p50: 500.0, p90: 900.0, p99: 990.0, p999: 999.0, max: 1000.0 });
+        assert_eq!(Summary::of([]), Summary::default());
+    }
+
+    #[test]
+    fn figures_leave_out_the_warm_up_and_what_got_no_answer() {
+        let second = |second: u64| Time::from_micros(second * 1_000_000);
+        let answer = |job: u32, arrived, ended, end| Answer {
+            job,
+            arrived: second(arrived),
+            released: Some(second(arrived + 1)),
+            first: Some(second(arrived + 2)),
+            ended: second(ended),
+            end,
+            output: 10,
+            attempts: 1,
+        };
+        let answers =
+            vec![answer(0, 0, 100, End::Answered), answer(1, 10, 14, End::Answered), answer(2, 20, 30, End::Left), answer(3, 30, 36, End::Answered)];
+        let run =
+            Run { answers, moments: vec![], counters: None, engines: vec![], overtaken: 0.0, request_iterations: 0, events: 0, end: second(100) };
+        let figures = run.figures(0.25);
+        assert_eq!((figures.ttlt.count, figures.ttlt.mean, figures.ttft.mean, figures.wait.count), (2, 5.0, 2.0, 3));
+        assert_eq!((figures.per_token.mean, figures.unanswered, figures.tokens_per_second), (0.5, 1, 0.4));
+    }
+}
