@@ -26,6 +26,7 @@
 //! | [`admin`] | what operators see and may do | |
 //! | [`telemetry`] | outcomes and stage timings to logs and metrics; nobody below knows it | |
 //! | [`engine`] | a model of a continuous-batching engine, and a server that runs it in real time | as `scheduler`, but for its server |
+//! | [`simulator`] | the scheduler and the engine model under virtual time: policies compared, and broken by seed | dispatcher, proxy |
 //! | [`demo`] | the gateway, three simulated engines and a load in one process | |
 //! | [`training`] | lengths to ranker weights | proxy, dispatcher |
 //!

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use headway::engine::server as engine;
+use headway::simulator::command as simulator;
 use headway::training;
 
 mod demo;
@@ -30,6 +31,8 @@ enum Command {
     },
     /// Run a simulated engine
     Engine(engine::Args),
+    /// Compare policies on a workload in virtual time, or look for what breaks them
+    Simulate(simulator::Args),
     Train(training::TrainArgs),
     Evaluate(training::EvaluateArgs),
     Score(training::ScoreArgs),
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Check { file } => check(&file),
         Command::Engine(args) => serve::runtime().and_then(|runtime| Ok(runtime.block_on(engine::run(args))?)),
+        Command::Simulate(args) => simulator::run(&args),
         Command::Train(args) => training::train(&args),
         Command::Evaluate(args) => training::evaluate(&args),
         Command::Score(args) => training::score(&args),

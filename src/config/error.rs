@@ -32,7 +32,7 @@ impl ConfigError {
     }
 
     /// A single problem with a whole file.
-    pub(super) fn of_file(file: &Path, message: String, hint: String) -> Self {
+    pub(crate) fn of_file(file: &Path, message: String, hint: String) -> Self {
         ConfigError { problems: vec![Problem { file: file.to_owned(), position: None, field: String::new(), message, hint }] }
     }
 

@@ -26,6 +26,16 @@ pub use snapshot::*;
 pub use text::Mistake;
 pub use watch::{ReloadError, ReloadStatus, Reloader};
 
+/// How any file that users write is read, scenarios of the simulator too: leaves with their places, and one error with every mistake.
+pub(crate) mod reading {
+    pub(crate) use super::error::{ConfigError, Problem};
+    pub(crate) use super::parse::parse;
+    pub(crate) use super::policy::policy_beside;
+    pub(crate) use super::raw::{Leaf, TextOr};
+    pub(crate) use super::text::{FromText, Mistake, choice};
+    pub(crate) use super::validate::{Checker, Place};
+}
+
 use crate::scheduler::Weight;
 use text::FromText;
 use validate::{Environment, show_bytes, show_duration};

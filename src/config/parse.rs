@@ -10,7 +10,7 @@ use super::error::Problem;
 use super::near::near;
 
 /// Reads one document.
-pub(super) fn parse<T: DeserializeOwned>(file: &Path, text: &str) -> Result<T, Problem> {
+pub(crate) fn parse<T: DeserializeOwned>(file: &Path, text: &str) -> Result<T, Problem> {
     let mut track = Track::new();
     // Snippets would quote the line, and a line may hold a secret.
     let options = serde_yaml::options! { with_snippet: false, strict_booleans: true };
@@ -54,14 +54,17 @@ fn explain(error: &Error) -> (String, String) {
         }
         Error::SerdeMissingField { field, .. } => (format!("the field {field:?} is missing"), example_of(field).into()),
         Error::DuplicateMappingKey { key: Some(key), .. } => (format!("{key:?} is written twice"), "keep one of them".into()),
-        Error::SerdeInvalidType { expected, .. } | Error::SerdeInvalidValue { expected, .. } => {
-            (format!("expected {}", plain(expected)), "docs/configuration.md has an example of every field".into())
-        }
+        Error::SerdeInvalidType { expected, .. } | Error::SerdeInvalidValue { expected, .. } => (
+            format!("expected {}", plain(expected)),
+            "docs/configuration.md, or docs/simulator.md for a scenario, has an example of every field".into(),
+        ),
         Error::Unexpected { expected, .. } => {
             (format!("expected {}", plain(expected)), "check the indentation, and that a list item begins with a dash".into())
         }
         Error::AliasError { error, .. } => explain(error),
-        Error::Eof { .. } => ("the file is empty".into(), "at least pools must be there".into()),
+        Error::Eof { .. } => {
+            ("the file is empty".into(), "at least pools (a configuration), order (a policy) or workload and fleet (a scenario) must be there".into())
+        }
         other => {
             // The crate's own words, without the position that the problem already has.
             let whole = other.to_string();
@@ -93,6 +96,9 @@ fn example_of(field: &str) -> &'static str {
         "backends" => "backends: [{ url: \"http://127.0.0.1:8000\" }]",
         "url" => "url: \"http://127.0.0.1:8000\"",
         "order" => "order: headway",
+        "workload" => "workload: { trace: requests.csv, load: 0.8 }",
+        "fleet" => "fleet: [{ engine: medium }]",
+        "engine" => "engine: medium",
         "weights" => "weights: a model directory, for example ../models/pars",
         _ => "",
     }

@@ -70,7 +70,15 @@ pub(super) fn locate(reference: &str, dir: &Path) -> Result<Source, Mistake> {
 /// # Errors
 /// There is no such policy, or its file is wrong.
 pub fn policy(reference: &str) -> Result<NamedPolicy, ConfigError> {
-    let source = locate(reference, Path::new("")).map_err(|Mistake { message, hint }| ConfigError::of_file(Path::new(reference), message, hint))?;
+    policy_beside(reference, Path::new(""))
+}
+
+/// A policy by its built-in name or its path, relative to `dir`.
+///
+/// # Errors
+/// There is no such policy, or its file is wrong.
+pub(crate) fn policy_beside(reference: &str, dir: &Path) -> Result<NamedPolicy, ConfigError> {
+    let source = locate(reference, dir).map_err(|Mistake { message, hint }| ConfigError::of_file(Path::new(reference), message, hint))?;
     read(&source)
 }
 

@@ -148,7 +148,7 @@ pub(super) struct Aging {
 }
 
 /// The text of one value, where it stands, and what it will be read as.
-pub(super) struct Leaf<T> {
+pub(crate) struct Leaf<T> {
     pub text: Spanned<String>,
     kind: PhantomData<T>,
 }
@@ -160,7 +160,7 @@ impl<'de, T> Deserialize<'de> for Leaf<T> {
 }
 
 /// A short form that is one piece of text, or the long form.
-pub(super) enum TextOr<T> {
+pub(crate) enum TextOr<T> {
     Text(Spanned<String>),
     Long(T),
 }

@@ -19,13 +19,13 @@ pub struct Mistake {
 }
 
 impl Mistake {
-    pub(super) fn new(message: impl Into<String>, hint: impl Into<String>) -> Self {
+    pub(crate) fn new(message: impl Into<String>, hint: impl Into<String>) -> Self {
         Mistake { message: message.into(), hint: hint.into() }
     }
 }
 
 /// A value that is written as one piece of text.
-pub(super) trait FromText: Sized {
+pub(crate) trait FromText: Sized {
     fn from_text(text: &str) -> Result<Self, Mistake>;
 }
 
@@ -263,7 +263,7 @@ impl FromText for Target {
 }
 
 /// One of a few words.
-fn choice<T: Clone>(what: &str, text: &str, all: &[(&str, T)]) -> Result<T, Mistake> {
+pub(crate) fn choice<T: Clone>(what: &str, text: &str, all: &[(&str, T)]) -> Result<T, Mistake> {
     if let Some((_, value)) = all.iter().find(|(name, _)| *name == text) {
         return Ok(value.clone());
     }

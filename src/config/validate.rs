@@ -17,67 +17,67 @@ use super::text::{Bytes, FromText, Mistake};
 use crate::scheduler::{Limits, Slots, Weight};
 
 /// Looks up an environment variable.
-pub(super) type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
+pub(crate) type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// The longest a timeout may be: a week. Longer is off, and nothing is off.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
 /// The path of a field, like `pools[0].backends[1].url`.
 #[derive(Clone, Debug)]
-pub(super) struct Place(String);
+pub(crate) struct Place(String);
 
 impl Place {
-    pub(super) fn root() -> Self {
+    pub(crate) fn root() -> Self {
         Place(String::new())
     }
 
-    pub(super) fn key(&self, key: &str) -> Self {
+    pub(crate) fn key(&self, key: &str) -> Self {
         if self.0.is_empty() { Place(key.to_owned()) } else { Place(format!("{}.{key}", self.0)) }
     }
 
-    fn index(&self, index: usize) -> Self {
+    pub(crate) fn index(&self, index: usize) -> Self {
         Place(format!("{}[{index}]", self.0))
     }
 }
 
 /// Reads leaves of one file and keeps what is wrong with them.
-pub(super) struct Checker<'a> {
+pub(crate) struct Checker<'a> {
     file: &'a Path,
     environment: Environment<'a>,
     problems: Vec<Problem>,
 }
 
 impl<'a> Checker<'a> {
-    pub(super) fn new(file: &'a Path, environment: Environment<'a>) -> Self {
+    pub(crate) fn new(file: &'a Path, environment: Environment<'a>) -> Self {
         Checker { file, environment, problems: Vec::new() }
     }
 
-    pub(super) fn finish(self) -> Result<(), ConfigError> {
+    pub(crate) fn finish(self) -> Result<(), ConfigError> {
         ConfigError::from_problems(self.problems).map_or(Ok(()), Err)
     }
 
-    fn problem(&mut self, at: Location, place: &Place, mistake: Mistake) {
+    pub(crate) fn problem(&mut self, at: Location, place: &Place, mistake: Mistake) {
         // A location the YAML crate could not tell is line 0.
         let position = (at.line() > 0).then(|| (at.line(), at.column()));
         self.problems.push(Problem { file: self.file.to_owned(), position, field: place.0.clone(), message: mistake.message, hint: mistake.hint });
     }
 
     /// Reads one text, after replacing `${NAME}`; `None` when that was a problem.
-    pub(super) fn read_text<T>(&mut self, text: &Spanned<String>, place: &Place, read: impl FnOnce(&str) -> Result<T, Mistake>) -> Option<T> {
+    pub(crate) fn read_text<T>(&mut self, text: &Spanned<String>, place: &Place, read: impl FnOnce(&str) -> Result<T, Mistake>) -> Option<T> {
         let value = expand(&text.value, self.environment).and_then(|text| read(&text));
         value.map_err(|mistake| self.problem(text.referenced, place, mistake)).ok()
     }
 
-    pub(super) fn read<T: FromText>(&mut self, leaf: &Leaf<T>, place: &Place) -> Option<T> {
+    pub(crate) fn read<T: FromText>(&mut self, leaf: &Leaf<T>, place: &Place) -> Option<T> {
         self.read_text(&leaf.text, place, T::from_text)
     }
 
     /// The value, or the default where there is none (or none that can be read).
-    pub(super) fn optional<T: FromText>(&mut self, leaf: Option<&Leaf<T>>, place: &Place, default: T) -> T {
+    pub(crate) fn optional<T: FromText>(&mut self, leaf: Option<&Leaf<T>>, place: &Place, default: T) -> T {
         leaf.and_then(|leaf| self.read(leaf, place)).unwrap_or(default)
     }
 
-    fn bounded<T: FromText + PartialOrd + Copy>(
+    pub(crate) fn bounded<T: FromText + PartialOrd + Copy>(
         &mut self,
         leaf: Option<&Leaf<T>>,
         place: &Place,
@@ -97,7 +97,7 @@ impl<'a> Checker<'a> {
         value.unwrap_or(default)
     }
 
-    fn number(&mut self, leaf: Option<&Leaf<u64>>, place: &Place, range: RangeInclusive<u64>, default: u64) -> u64 {
+    pub(crate) fn number(&mut self, leaf: Option<&Leaf<u64>>, place: &Place, range: RangeInclusive<u64>, default: u64) -> u64 {
         self.bounded(leaf, place, range, default, |number| number.to_string())
     }
 
@@ -105,7 +105,7 @@ impl<'a> Checker<'a> {
         self.bounded(leaf, place, Bytes(*range.start())..=Bytes(*range.end()), Bytes(default), |bytes| show_bytes(bytes.0)).0
     }
 
-    pub(super) fn duration(&mut self, leaf: Option<&Leaf<Duration>>, place: &Place, default: Duration) -> Duration {
+    pub(crate) fn duration(&mut self, leaf: Option<&Leaf<Duration>>, place: &Place, default: Duration) -> Duration {
         self.bounded(leaf, place, Duration::from_millis(1)..=LONGEST, default, show_duration)
     }
 }

@@ -21,6 +21,9 @@ mod account;
 // Setups drawn by seed, to find what breaks.
 pub mod fuzz;
 
+#[cfg(feature = "gateway")]
+pub mod command;
+
 pub use account::{Answer, End, Figures, Moment, Run, Summary};
 pub use check::{Broken, Wrong};
 pub use faults::{Fault, Mess, Plan, Tells};

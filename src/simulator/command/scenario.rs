@@ -1,0 +1,538 @@
+//! What a scenario file says: a workload, a fleet, and the policies to compare on them.
+//!
+//! Read by the same means as a configuration, so that a mistake is shown with its place, its field and what to write instead.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use serde::Deserialize;
+use serde_yaml::Spanned;
+
+use super::super::{AUTO_SLOTS, Arrivals, Dispatch, Job, Length, Member, Part, Scores, Workload, capacity};
+use super::trace;
+use crate::config::DEFAULT_LIMITS;
+use crate::config::reading::{Checker, ConfigError, FromText, Leaf, Mistake, Place, TextOr, choice, parse, policy_beside};
+use crate::engine::{Order as EngineOrder, Profile};
+use crate::scheduler::{Gamma, Limits, Order, Policy, PolicyParts, Slots, Target, Tokens, Weight};
+
+/// A scenario, ready to run.
+#[derive(Debug)]
+pub(super) struct Scenario {
+    pub seed: u64,
+    pub fleet: Vec<Member>,
+    /// Neither paced nor scored: both depend on the seed of the run.
+    pub workload: Workload,
+    /// Where arrivals and lengths are drawn: how, so that another seed draws others.
+    pub drawn: Drawn,
+    pub pace: Pace,
+    pub scores: Option<Scores>,
+    pub policies: Vec<Contender>,
+    /// Fixed gammas at which headway's order is tried as well.
+    pub gammas: Vec<f64>,
+    pub queue_timeout: Option<Duration>,
+    /// The share of requests, from the start, that figures leave out.
+    pub warm_up: f64,
+}
+
+/// What of the workload is drawn by seed.
+#[derive(Clone, Debug)]
+pub(super) struct Drawn {
+    requests: usize,
+    arrivals: Option<Arrivals>,
+    lengths: Option<(Length, Length)>,
+}
+
+/// How fast requests arrive.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Pace {
+    /// Share of what the fleet can do.
+    Load(f64),
+    /// Requests a second.
+    Rate(f64),
+    /// As the trace, the burst or the closed loop has it.
+    AsIs,
+}
+
+/// A way to dispatch, and what it is called.
+#[derive(Clone, Debug)]
+pub(super) struct Contender {
+    pub name: String,
+    pub dispatch: Dispatch,
+}
+
+/// The queues' limits in a simulation: nobody is turned away for want of room, because then policies would be compared on different requests.
+const LIMITS: Limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, ..DEFAULT_LIMITS };
+
+/// What is compared where a scenario names nothing.
+const DEFAULT_POLICIES: [&str; 7] = ["round-robin", "least-loaded", "fcfs", "pars", "uniboost", "headway", "oracle-boost"];
+
+impl Scenario {
+    /// Requests per second that the fleet can do at most, of this workload's kind. Takes as long as a run.
+    pub fn capacity(&self) -> f64 {
+        capacity(&self.fleet, &self.workload)
+    }
+
+    /// The workload by a seed: drawn, paced for a fleet of this capacity, and scored.
+    pub fn workload(&self, seed: u64, capacity: f64) -> Workload {
+        let mut workload = match (&self.drawn.lengths, self.drawn.arrivals) {
+            (Some((prompt, output)), Some(arrivals)) => Workload::draw(self.drawn.requests, arrivals, prompt, output, seed),
+            (_, Some(arrivals)) => {
+                let mut workload = self.workload.clone();
+                workload.arrive(arrivals, seed);
+                workload
+            }
+            _ => self.workload.clone(),
+        };
+        match self.pace {
+            Pace::Load(load) => workload.pace(load * capacity),
+            Pace::Rate(rate) => workload.pace(rate),
+            Pace::AsIs => {}
+        }
+        if let Some(scores) = self.scores {
+            workload.score(scores, seed);
+        }
+        workload
+    }
+}
+
+/// Reads a scenario file and the traces and policies that it names.
+///
+/// # Errors
+/// Everything that is wrong with it.
+pub(super) fn load(path: &Path) -> Result<Scenario, ConfigError> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        ConfigError::of_file(path, format!("cannot be read: {error}"), "name a scenario, for example examples/scenarios/conversation.yaml".into())
+    })?;
+    build(path, &text)
+}
+
+fn build(path: &Path, text: &str) -> Result<Scenario, ConfigError> {
+    let raw: File = parse(path, text)?;
+    let environment = |name: &str| std::env::var(name).ok();
+    let mut reader = Reader { checker: Checker::new(path, &environment), dir: path.parent().unwrap_or(Path::new("")).to_owned() };
+    let root = Place::root();
+    let seed = reader.checker.number(raw.seed.as_ref(), &root.key("seed"), 0..=u64::MAX, 1);
+    let fleet = reader.fleet(&raw.fleet, &root.key("fleet"));
+    let place = root.key("workload");
+    let work = &raw.workload.value;
+    let arrivals = reader.arrivals(work.arrivals.as_ref(), &place.key("arrivals"));
+    let (workload, drawn, scored) = reader.requests(work, raw.workload.referenced, arrivals, seed, &place)?;
+    let pace = reader.pace(work, &place);
+    let scores = reader.scores(work.scores.as_ref(), &place.key("scores"), scored);
+    let policies = reader.policies(raw.policies.as_ref(), &root.key("policies"))?;
+    let gammas = reader.list(raw.gammas.as_ref(), &root.key("gammas"), |gamma| (1e-6..=1e3).contains(gamma), "a rate in 1/s, 0.000001 to 1000");
+    let queue_timeout = raw.queue_timeout.as_ref().map(|leaf| reader.checker.duration(Some(leaf), &root.key("queue_timeout"), Duration::MAX));
+    let warm_up = reader.checker.bounded(raw.warm_up.as_ref(), &root.key("warm_up"), 0.0..=0.9, 0.0, |share| share.to_string());
+    reader.checker.finish()?;
+    Ok(Scenario { seed, fleet, workload, drawn, pace, scores, policies, gammas, queue_timeout, warm_up })
+}
+
+/// A contender by its name: `round-robin`, `least-loaded`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one; `NAME@GAMMA` is the same
+/// policy at a fixed gamma, or at one of the targets mean, balanced and tail.
+///
+/// # Errors
+/// There is no such policy, or its file is wrong.
+pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, ConfigError> {
+    let (name, gamma) = match reference.rsplit_once('@') {
+        Some((name, gamma)) => (name, Some(gamma)),
+        None => (reference, None),
+    };
+    let direct = match name {
+        "round-robin" => Some(Dispatch::RoundRobin),
+        "least-loaded" => Some(Dispatch::LeastLoaded),
+        _ => None,
+    };
+    if let Some(dispatch) = direct {
+        return Ok(Contender { name: reference.to_owned(), dispatch });
+    }
+    let default = || policy_beside("headway", dir).map(|named| parts(&named.policy));
+    let mut parts = match name {
+        // The ranker's score and nothing else: PARS without its aging.
+        "sjf" => PolicyParts { order: Order::Pars, aging_share: 0.0, overload: false, ..default()? },
+        "oracle-sjf" => PolicyParts { order: Order::OracleSjf, aging_share: 0.0, overload: false, ..default()? },
+        "oracle-boost" => PolicyParts { order: Order::OracleBoost, ..default()? },
+        _ => parts(&policy_beside(name, dir)?.policy),
+    };
+    if let Some(text) = gamma {
+        parts.gamma = match text {
+            "adaptive" => Gamma::Adaptive,
+            "mean" => Gamma::Target(Target::Mean),
+            "balanced" => Gamma::Target(Target::Balanced),
+            "tail" => Gamma::Target(Target::Tail),
+            _ => Gamma::Fixed(f64::from_text(text).map_err(|_| {
+                let hint = "write a rate in 1/s, adaptive, mean, balanced or tail: headway@0.01, headway@mean".into();
+                ConfigError::of_file(Path::new(reference), format!("{text:?} is not a gamma"), hint)
+            })?),
+        };
+    }
+    let policy = Policy::new(parts).map_err(|error| ConfigError::of_file(Path::new(reference), error.to_string(), String::new()))?;
+    let name = Path::new(name).file_stem().map_or_else(|| name.to_owned(), |stem| stem.to_string_lossy().into_owned());
+    let name = gamma.map_or(name.clone(), |gamma| format!("{name}@{gamma}"));
+    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS } })
+}
+
+fn parts(policy: &Policy) -> PolicyParts {
+    PolicyParts {
+        order: policy.order(),
+        gamma: policy.gamma(),
+        max_overtake: policy.max_overtake(),
+        aging_threshold: policy.aging_threshold(),
+        aging_share: policy.aging_share(),
+        overload: policy.overload(),
+    }
+}
+
+// What users write. Every field is described in docs/simulator.md.
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    seed: Option<Leaf<u64>>,
+    workload: Spanned<RawWorkload>,
+    fleet: Spanned<Vec<RawMember>>,
+    policies: Option<Spanned<Vec<Leaf<String>>>>,
+    gammas: Option<Spanned<Vec<Leaf<f64>>>>,
+    queue_timeout: Option<Leaf<Duration>>,
+    warm_up: Option<Leaf<f64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawWorkload {
+    trace: Option<Leaf<PathBuf>>,
+    requests: Option<Leaf<u64>>,
+    arrivals: Option<TextOr<RawArrivals>>,
+    prompt: Option<TextOr<RawLength>>,
+    output: Option<TextOr<RawLength>>,
+    load: Option<Leaf<f64>>,
+    rate: Option<Leaf<f64>>,
+    scores: Option<TextOr<RawScores>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawArrivals {
+    cv: Option<Leaf<f64>>,
+    clients: Option<Leaf<u64>>,
+    think: Option<Leaf<Duration>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawLength {
+    mean: Option<Leaf<f64>>,
+    median: Option<Leaf<f64>>,
+    sigma: Option<Leaf<f64>>,
+    mixture: Option<Spanned<Vec<RawPart>>>,
+    longest: Option<Leaf<u64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawPart {
+    share: Leaf<f64>,
+    median: Leaf<f64>,
+    sigma: Leaf<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawScores {
+    tau: Leaf<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawMember {
+    engine: Leaf<String>,
+    count: Option<Leaf<u64>>,
+    speed: Option<Leaf<f64>>,
+    sequences: Option<Leaf<u64>>,
+    kv_tokens: Option<Leaf<u64>>,
+    context: Option<Leaf<u64>>,
+    order: Option<Leaf<String>>,
+    slots: Option<Leaf<String>>,
+    weight: Option<Leaf<Weight>>,
+}
+
+struct Reader<'a> {
+    checker: Checker<'a>,
+    /// Where relative paths begin.
+    dir: PathBuf,
+}
+
+impl Reader<'_> {
+    fn positive(&mut self, leaf: Option<&Leaf<f64>>, place: &Place, most: f64, default: f64) -> f64 {
+        self.checker.bounded(leaf, place, 1e-6..=most, default, |number| number.to_string())
+    }
+
+    /// A list of numbers, all of which are `fit`.
+    fn list(&mut self, raw: Option<&Spanned<Vec<Leaf<f64>>>>, place: &Place, fit: impl Fn(&f64) -> bool, hint: &str) -> Vec<f64> {
+        let leaves = raw.map_or(&[][..], |raw| &raw.value);
+        let mut numbers = Vec::new();
+        for (index, leaf) in leaves.iter().enumerate() {
+            numbers.extend(self.checker.read_text(&leaf.text, &place.index(index), |text| {
+                f64::from_text(text).ok().filter(&fit).ok_or_else(|| Mistake::new(format!("{text} is out of range"), format!("write {hint}")))
+            }));
+        }
+        numbers
+    }
+
+    fn fleet(&mut self, raw: &Spanned<Vec<RawMember>>, place: &Place) -> Vec<Member> {
+        if raw.value.is_empty() {
+            self.checker.problem(raw.referenced, place, Mistake::new("there is no backend", "write fleet: [{ engine: medium }]"));
+        }
+        let mut fleet = Vec::new();
+        for (index, raw) in raw.value.iter().enumerate() {
+            let place = place.index(index);
+            let engines = [("small", Profile::small()), ("medium", Profile::medium()), ("large", Profile::large())];
+            let profile = self.checker.read_text(&raw.engine.text, &place.key("engine"), |text| choice("engine", text, &engines));
+            let mut profile = profile.unwrap_or_else(Profile::medium);
+            let sequences = self.checker.number(raw.sequences.as_ref(), &place.key("sequences"), 1..=100_000, u64::from(profile.max_num_seqs));
+            profile.max_num_seqs = sequences as u32;
+            let block = u64::from(crate::engine::BLOCK_TOKENS);
+            let kv = u64::from(profile.kv_blocks) * block;
+            let kv = self.checker.number(raw.kv_tokens.as_ref(), &place.key("kv_tokens"), block..=1 << 34, kv);
+            profile.kv_blocks = (kv / block) as u32;
+            let context = self.checker.number(raw.context.as_ref(), &place.key("context"), 1..=1 << 24, u64::from(profile.max_model_len));
+            profile.max_model_len = context as Tokens;
+            if let Some(leaf) = &raw.order {
+                let orders = [("fcfs", EngineOrder::Fcfs), ("priority", EngineOrder::Priority)];
+                let order = self.checker.read_text(&leaf.text, &place.key("order"), |text| choice("order of an engine", text, &orders));
+                profile.order = order.unwrap_or_default();
+            }
+            let slots = raw.slots.as_ref().and_then(|leaf| {
+                self.checker.read_text(&leaf.text, &place.key("slots"), |text| match (text, text.parse()) {
+                    ("auto", _) => Ok(AUTO_SLOTS),
+                    (_, Ok(slots @ 1..=100_000)) => Ok(Slots::Fixed(slots)),
+                    _ => Err(Mistake::new(format!("{text:?} is no number of slots"), "write auto, or 1 to 100000")),
+                })
+            });
+            let member = Member {
+                speed: self.positive(raw.speed.as_ref(), &place.key("speed"), 1e3, 1.0),
+                slots: slots.unwrap_or(AUTO_SLOTS),
+                weight: self.checker.optional(raw.weight.as_ref(), &place.key("weight"), Weight::ONE),
+                ..Member::new(profile)
+            };
+            let count = self.checker.number(raw.count.as_ref(), &place.key("count"), 1..=1_000, 1);
+            fleet.extend((0..count).map(|_| member.clone()));
+        }
+        fleet
+    }
+
+    fn arrivals(&mut self, raw: Option<&TextOr<RawArrivals>>, place: &Place) -> Option<Arrivals> {
+        match raw? {
+            TextOr::Text(text) => {
+                let words = [("poisson", Arrivals::Poisson), ("burst", Arrivals::Burst)];
+                self.checker.read_text(text, place, |text| choice("way to arrive", text, &words))
+            }
+            TextOr::Long(RawArrivals { clients: Some(clients), think, .. }) => {
+                let clients = self.checker.number(Some(clients), &place.key("clients"), 1..=1_000_000, 1) as u32;
+                Some(Arrivals::Closed { clients, think: self.checker.optional(think.as_ref(), &place.key("think"), Duration::ZERO) })
+            }
+            TextOr::Long(raw) => {
+                Some(Arrivals::Gamma { cv: self.checker.bounded(raw.cv.as_ref(), &place.key("cv"), 0.05..=50.0, 1.0, |cv| cv.to_string()) })
+            }
+        }
+    }
+
+    fn length(&mut self, raw: &TextOr<RawLength>, place: &Place) -> Option<Length> {
+        let longest = 1 << 24;
+        let raw = match raw {
+            TextOr::Text(text) => {
+                return self.checker.read_text(text, place, |text| match u64::from_text(text)? {
+                    tokens if tokens <= longest => Ok(Length::Fixed(tokens as Tokens)),
+                    _ => Err(Mistake::new(format!("{text} is out of range"), format!("write 1 to {longest}"))),
+                });
+            }
+            TextOr::Long(raw) => raw,
+        };
+        let most = longest as f64;
+        if let Some(mean) = &raw.mean {
+            return Some(Length::Exponential(self.positive(Some(mean), &place.key("mean"), most, 1.0)));
+        }
+        let longest = self.checker.number(raw.longest.as_ref(), &place.key("longest"), 1..=longest, longest) as Tokens;
+        let mut parts = Vec::new();
+        for (index, part) in raw.mixture.as_ref().map_or(&[][..], |raw| &raw.value).iter().enumerate() {
+            let place = place.key("mixture").index(index);
+            parts.push(Part {
+                share: self.positive(Some(&part.share), &place.key("share"), 1e6, 1.0),
+                median: self.positive(Some(&part.median), &place.key("median"), most, 1.0),
+                sigma: self.positive(Some(&part.sigma), &place.key("sigma"), 10.0, 1.0),
+            });
+        }
+        if parts.is_empty() {
+            let median = self.positive(raw.median.as_ref(), &place.key("median"), most, 256.0);
+            parts.push(Part { share: 1.0, median, sigma: self.positive(raw.sigma.as_ref(), &place.key("sigma"), 10.0, 1.0) });
+        }
+        Some(Length::LogNormal { parts, longest })
+    }
+
+    /// The requests, what of them a seed draws, and whether they came with scores.
+    fn requests(
+        &mut self,
+        raw: &RawWorkload,
+        at: serde_yaml::Location,
+        arrivals: Option<Arrivals>,
+        seed: u64,
+        place: &Place,
+    ) -> Result<(Workload, Drawn, bool), ConfigError> {
+        let prompt = raw.prompt.as_ref().and_then(|raw| self.length(raw, &place.key("prompt")));
+        let output = raw.output.as_ref().and_then(|raw| self.length(raw, &place.key("output")));
+        let requests = raw.requests.as_ref().map(|leaf| self.checker.number(Some(leaf), &place.key("requests"), 1..=10_000_000, 1) as usize);
+        if let Some(leaf) = &raw.trace {
+            if prompt.is_some() || output.is_some() {
+                self.checker.problem(
+                    leaf.text.referenced,
+                    &place.key("trace"),
+                    Mistake::new("a trace brings its own lengths", "remove prompt and output, or trace"),
+                );
+                return Ok((Workload::default(), Drawn::nothing(), false));
+            }
+            let Some(path) = self.checker.read(leaf, &place.key("trace")) else { return Ok((Workload::default(), Drawn::nothing(), false)) };
+            let path = self.dir.join(path);
+            let mut jobs: Vec<Job> = trace::read(&path)?;
+            jobs.truncate(requests.unwrap_or(usize::MAX));
+            let scored = jobs.iter().any(|job| job.score.is_some());
+            let mut workload = Workload { jobs, clients: None };
+            if let Some(arrivals) = arrivals {
+                workload.arrive(arrivals, seed);
+            }
+            let drawn = Drawn { requests: workload.jobs.len(), arrivals, lengths: None };
+            return Ok((workload, drawn, scored));
+        }
+        let (Some(prompt), Some(output)) = (prompt, output) else {
+            let hint = "write trace: FILE, or prompt and output, for example output: { median: 300, sigma: 1.0 }";
+            self.checker.problem(at, place, Mistake::new("nothing says how long prompts and answers are", hint));
+            return Ok((Workload::default(), Drawn::nothing(), false));
+        };
+        let (arrivals, requests) = (arrivals.unwrap_or(Arrivals::Poisson), requests.unwrap_or(5_000));
+        let workload = Workload::draw(requests, arrivals, &prompt, &output, seed);
+        Ok((workload, Drawn { requests, arrivals: Some(arrivals), lengths: Some((prompt, output)) }, false))
+    }
+
+    fn pace(&mut self, raw: &RawWorkload, place: &Place) -> Pace {
+        match (&raw.load, &raw.rate) {
+            (Some(leaf), Some(_)) => {
+                self.checker.problem(leaf.text.referenced, &place.key("load"), Mistake::new("load and rate are both written", "keep one of them"));
+                Pace::AsIs
+            }
+            (Some(load), None) => Pace::Load(self.positive(Some(load), &place.key("load"), 100.0, 1.0)),
+            (None, Some(rate)) => Pace::Rate(self.positive(Some(rate), &place.key("rate"), 1e6, 1.0)),
+            (None, None) if raw.trace.is_some() => Pace::AsIs,
+            (None, None) => Pace::Load(0.85),
+        }
+    }
+
+    /// `None` keeps what the trace brought.
+    fn scores(&mut self, raw: Option<&TextOr<RawScores>>, place: &Place, scored: bool) -> Option<Scores> {
+        match raw {
+            None if scored => None,
+            None => Some(Scores::Tau(0.5)),
+            Some(TextOr::Long(RawScores { tau })) => {
+                Some(Scores::Tau(self.checker.bounded(Some(tau), &place.key("tau"), 0.0..=0.99, 0.5, |tau| tau.to_string())))
+            }
+            Some(TextOr::Text(text)) => self.checker.read_text(text, place, |text| match text {
+                "trace" if scored => Ok(None),
+                "trace" => Err(Mistake::new("there is no trace with a column score", "add the column, or write { tau: 0.5 }")),
+                _ => {
+                    let words = [("none", Scores::Absent), ("oracle", Scores::Oracle), ("inverted", Scores::Inverted)];
+                    choice("kind of score", text, &words).map(Some)
+                }
+            })?,
+        }
+    }
+
+    fn policies(&mut self, raw: Option<&Spanned<Vec<Leaf<String>>>>, place: &Place) -> Result<Vec<Contender>, ConfigError> {
+        let Some(raw) = raw else { return DEFAULT_POLICIES.into_iter().map(|name| contender(name, &self.dir)).collect() };
+        let mut contenders = Vec::new();
+        for (index, leaf) in raw.value.iter().enumerate() {
+            if let Some(reference) = self.checker.read(leaf, &place.index(index)) {
+                contenders.push(contender(&reference, &self.dir)?);
+            }
+        }
+        Ok(contenders)
+    }
+}
+
+impl Drawn {
+    fn nothing() -> Self {
+        Drawn { requests: 0, arrivals: None, lengths: None }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn scenario(text: &str) -> Result<Scenario, ConfigError> {
+        build(Path::new("a/s.yaml"), text)
+    }
+
+    const PLAIN: &str =
+        "workload: { requests: 200, prompt: 100, output: { median: 50, sigma: 1.0, longest: 400 }, load: 0.5 }\nfleet: [{ engine: small }]\n";
+
+    #[test]
+    fn what_is_left_out_has_a_default() {
+        let scenario = scenario(PLAIN).unwrap();
+        assert_eq!(scenario.policies.iter().map(|contender| contender.name.as_str()).collect::<Vec<_>>(), DEFAULT_POLICIES);
+        assert_eq!((scenario.fleet.len(), scenario.pace, scenario.scores, scenario.warm_up), (1, Pace::Load(0.5), Some(Scores::Tau(0.5)), 0.0));
+        let capacity = scenario.capacity();
+        let workload = scenario.workload(7, capacity);
+        assert_eq!(workload.jobs.len(), 200);
+        assert_ne!(workload.jobs, scenario.workload(8, capacity).jobs, "a seed draws its own");
+        let (rate, span) = (0.5 * capacity, workload.jobs[199].after.as_secs_f64());
+        assert!((span * rate / 200.0 - 1.0).abs() < 0.01, "{span} s at {rate} a second");
+    }
+
+    #[test]
+    fn every_field_is_read() {
+        let text = "seed: 9
+workload: { requests: 50, arrivals: { clients: 4, think: 2s }, prompt: { mean: 80 }, output: { mixture: [{ share: 2, median: 10, sigma: 0.5 }, { share: 1, median: 90, sigma: 0.1 }], longest: 200 }, scores: oracle }
+fleet: [{ engine: large, count: 2, speed: 0.5, sequences: 16, kv_tokens: 32000, context: 9000, order: priority, slots: 12, weight: 2 }, { engine: small }]
+policies: [headway@0.01, headway@mean, sjf, oracle-sjf]
+gammas: [0.01, 0.1]
+queue_timeout: 10m
+warm_up: 0.1
+";
+        let scenario = scenario(text).unwrap();
+        let first = &scenario.fleet[0];
+        assert_eq!((scenario.fleet.len(), first.speed, first.slots, first.weight.get()), (3, 0.5, Slots::Fixed(12), 2.0));
+        assert_eq!((first.profile.max_num_seqs, first.profile.kv_blocks, first.profile.order), (16, 2000, EngineOrder::Priority));
+        assert_eq!(first.profile.max_model_len, 9000);
+        let workload = scenario.workload(9, 1.0);
+        assert_eq!((workload.clients, scenario.scores, scenario.gammas.len(), scenario.warm_up), (Some(4), Some(Scores::Oracle), 2, 0.1));
+        assert_eq!((scenario.seed, scenario.queue_timeout), (9, Some(Duration::from_secs(600))));
+        let gamma = |index: usize| match &scenario.policies[index].dispatch {
+            Dispatch::Gateway { policy, .. } => (policy.order(), policy.gamma()),
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(gamma(0), (Order::Headway, Gamma::Fixed(0.01)));
+        assert_eq!(gamma(1), (Order::Headway, Gamma::Target(Target::Mean)));
+        assert_eq!((gamma(2).0, gamma(3).0), (Order::Pars, Order::OracleSjf));
+    }
+
+    #[test]
+    fn mistakes_are_shown_with_their_place_and_all_at_once() {
+        let text = "workload: { requests: many, prompt: 100, output: { median: 50 }, load: 0.5, rate: 3, scores: clever }\nfleet: [{ engine: medum, slots: none }]\nwarm_up: 3\n";
+        let problems: Vec<(String, u64)> =
+            scenario(text).unwrap_err().problems().iter().map(|problem| (problem.field.clone(), problem.position.unwrap().0)).collect();
+        let expected =
+            [("workload.requests", 1), ("workload.load", 1), ("workload.scores", 1), ("fleet[0].engine", 2), ("fleet[0].slots", 2), ("warm_up", 3)];
+        assert_eq!(problems, expected.map(|(field, line)| (field.to_owned(), line)));
+        for (text, hint) in [
+            ("", "workload and fleet"),
+            ("fleet: []\n", "trace: requests.csv"),
+            ("workload: { load: 1 }\nfleet: [{ engine: small }]\n", "median: 300"),
+            (&PLAIN.replace("small", "smal"), "did you mean small?"),
+            (&format!("{PLAIN}policies: [headwya]\n"), "did you mean headway?"),
+            (&format!("{PLAIN}policies: [headway@fast]\n"), "headway@0.01"),
+            (&PLAIN.replace("load: 0.5", "scores: trace"), "column"),
+            (&PLAIN.replace("requests: 200", "trace: no.csv"), "remove prompt and output"),
+            (&PLAIN.replace(" load:", " laod:"), "did you mean load?"),
+        ] {
+            let error = scenario(text).unwrap_err().to_string();
+            assert!(error.contains(hint), "{text}: {error}");
+        }
+    }
+}

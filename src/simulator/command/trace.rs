@@ -1,0 +1,124 @@
+//! Recorded workloads: CSV with a header, plain or gzipped.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::Path;
+use std::time::Duration;
+
+use flate2::read::MultiGzDecoder;
+
+use super::super::Job;
+use crate::config::reading::{ConfigError, Problem};
+use crate::scheduler::{Score, Tokens};
+
+/// The columns that are needed.
+const NEEDED: [&str; 3] = ["arrival_s", "prompt_tokens", "output_tokens"];
+/// One that may be there.
+const SCORE: &str = "score";
+
+/// Reads the requests of a trace, by arrival.
+///
+/// # Errors
+/// It cannot be read, or a line of it makes no sense.
+pub(super) fn read(path: &Path) -> Result<Vec<Job>, ConfigError> {
+    let unreadable = |error: std::io::Error| {
+        ConfigError::of_file(
+            path,
+            format!("cannot be read: {error}"),
+            "a trace is named relative to its scenario; CSV, or CSV with gzip as .gz".into(),
+        )
+    };
+    let file = File::open(path).map_err(unreadable)?;
+    let zipped = path.extension().is_some_and(|extension| extension == "gz");
+    let reader: Box<dyn Read> = if zipped { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
+    let lines = BufReader::new(reader).lines().collect::<Result<Vec<String>, _>>().map_err(unreadable)?;
+    parse(path, &lines)
+}
+
+fn parse(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
+    let wrong = |line: usize, message: String, hint: &str| {
+        ConfigError::from(Problem { file: path.to_owned(), position: Some((line as u64 + 1, 1)), field: String::new(), message, hint: hint.into() })
+    };
+    let header: Vec<&str> = lines.first().map_or("", |line| line.as_str()).split(',').map(str::trim).collect();
+    let column = |name: &str| header.iter().position(|column| *column == name);
+    let needed = NEEDED.map(column);
+    let [Some(arrival), Some(prompt), Some(output)] = needed else {
+        let missing: Vec<&str> = NEEDED.into_iter().zip(needed).filter(|(_, at)| at.is_none()).map(|(name, _)| name).collect();
+        let hint = "the first line names the columns: arrival_s,prompt_tokens,output_tokens and, if you have it, score";
+        return Err(wrong(0, format!("there is no column {}", missing.join(" and no column ")), hint));
+    };
+    let mut jobs = Vec::with_capacity(lines.len());
+    for (index, line) in lines.iter().enumerate().skip(1).filter(|(_, line)| !line.trim().is_empty()) {
+        let fields: Vec<&str> = line.split(',').map(str::trim).collect();
+        let number = |at: usize, highest: f64| fields.get(at)?.parse::<f64>().ok().filter(|number| (0.0..=highest).contains(number));
+        let most = f64::from(Tokens::MAX / 4);
+        let (Some(arrival), Some(prompt), Some(output)) = (number(arrival, 1e9), number(prompt, most), number(output, most)) else {
+            return Err(wrong(index, format!("{line:?} is no request"), "write seconds, prompt tokens and output tokens, none of them negative"));
+        };
+        let mut job = Job::new(prompt as Tokens, output as Tokens);
+        job.after = Duration::from_secs_f64(arrival);
+        if let Some(at) = column(SCORE) {
+            let score = fields.get(at).filter(|text| !text.is_empty()).map(|text| text.parse().ok().and_then(Score::new));
+            job.score = match score {
+                Some(None) => return Err(wrong(index, format!("the score of {line:?} is no number"), "leave it empty where there is none")),
+                score => score.flatten(),
+            };
+        }
+        jobs.push(job);
+    }
+    if jobs.is_empty() {
+        return Err(wrong(0, "there is no request".into(), "one line for each, below the line with the columns' names"));
+    }
+    jobs.sort_by_key(|job| job.after);
+    Ok(jobs)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+
+    use super::*;
+
+    fn lines(text: &str) -> Result<Vec<Job>, ConfigError> {
+        parse(Path::new("t.csv"), &text.lines().map(str::to_owned).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn columns_are_found_by_name() {
+        let jobs = lines("score,output_tokens,arrival_s,x,prompt_tokens\n0.5,10,2.5,?,100\n,20,1,?,0\n").unwrap();
+        assert_eq!(jobs.iter().map(|job| (job.prompt, job.output)).collect::<Vec<_>>(), [(1, 20), (100, 10)], "by arrival");
+        assert_eq!((jobs[1].after, jobs[1].score, jobs[0].score), (Duration::from_millis(2500), Score::new(0.5), None));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_shown_with_its_line() {
+        for (text, line, said) in [
+            ("", 1, "no column arrival_s"),
+            ("arrival_s,prompt_tokens\n", 1, "no column output_tokens"),
+            ("arrival_s,prompt_tokens,output_tokens\n", 1, "no request"),
+            ("arrival_s,prompt_tokens,output_tokens\n0,1,2\n0,-1,2\n", 3, "is no request"),
+            ("arrival_s,prompt_tokens,output_tokens\n0,1\n", 2, "is no request"),
+            ("arrival_s,prompt_tokens,output_tokens,score\n0,1,2,NaN\n", 2, "is no number"),
+        ] {
+            let error = lines(text).unwrap_err();
+            let problem = &error.problems()[0];
+            assert!(problem.position == Some((line, 1)) && problem.message.contains(said), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn plain_and_gzipped_files_are_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = "arrival_s,prompt_tokens,output_tokens\n0.5,7,8\n";
+        let (plain, zipped) = (dir.path().join("t.csv"), dir.path().join("t.csv.gz"));
+        std::fs::write(&plain, text).unwrap();
+        let mut encoder = GzEncoder::new(File::create(&zipped).unwrap(), Compression::fast());
+        encoder.write_all(text.as_bytes()).unwrap();
+        encoder.finish().unwrap();
+        assert_eq!(read(&plain).unwrap(), read(&zipped).unwrap());
+        assert!(read(&dir.path().join("none.csv")).unwrap_err().to_string().contains("cannot be read"));
+    }
+}
