@@ -104,11 +104,22 @@ class Engine(Process):
     def state(self):
         return httpx.get(self.url + "/sim/state", timeout=PATIENCE).json()
 
+    def metric(self, name):
+        return metric(self.url, f"vllm:{name}")
+
     def faults(self, **faults):
         httpx.post(self.url + "/sim/faults", json=faults, timeout=PATIENCE).raise_for_status()
 
     def reset(self):
         httpx.post(self.url + "/sim/reset", timeout=PATIENCE).raise_for_status()
+
+
+def metric(url, name):
+    """The value of a metric, whatever its labels."""
+    for line in httpx.get(url + "/metrics", timeout=PATIENCE).text.splitlines():
+        if line.startswith((name + " ", name + "{")):
+            return float(line.split()[-1])
+    raise AssertionError(f"{url} has no metric {name}")
 
 
 class LlamaCpp(Process):
@@ -127,10 +138,7 @@ class LlamaCpp(Process):
         self.until(lambda: answers(self.url + "/health"), "llama.cpp answers")
 
     def metric(self, name):
-        for line in httpx.get(self.url + "/metrics", timeout=PATIENCE).text.splitlines():
-            if line.startswith(f"llamacpp:{name} "):
-                return float(line.split()[1])
-        raise AssertionError(f"llama.cpp has no metric {name}")
+        return metric(self.url, f"llamacpp:{name}")
 
 
 class Gateway(Process):
