@@ -18,6 +18,7 @@ use crate::proxy::upstream::Connections;
 use crate::ranker::{Ranker, RankerError};
 use crate::scheduler::{BackendId, BackendState, Load, ModelId};
 use crate::telemetry::metrics::Metrics;
+use crate::telemetry::{Tracer, TracerError};
 
 /// Names a pool keeps a calibration of its own for; later ones share one, so that clients cannot make it grow.
 const MAX_MODELS: usize = 1024;
@@ -228,6 +229,9 @@ pub enum ApplyError {
     /// The ranker that the configuration names does not load.
     #[error("ranker: {0}")]
     Ranker(#[from] RankerError),
+    /// Traces cannot be sent as configured.
+    #[error("{0}")]
+    Tracer(#[from] TracerError),
 }
 
 /// The process: one live value, replaced whole, and whether it is draining.
@@ -238,19 +242,24 @@ pub struct Gateway {
     reload: tokio::sync::Mutex<Option<Handle>>,
     /// Counts of requests, over all pools and reloads.
     pub metrics: Metrics,
+    /// `None`: no request is recorded.
+    pub tracer: Option<Tracer>,
 }
 
 impl Gateway {
     /// Starts the pools and the ranker of `snapshot`. Needs a tokio runtime; waits for no backend.
     pub async fn start(snapshot: Snapshot) -> Result<Arc<Gateway>, ApplyError> {
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
+        let metrics = Metrics::default();
+        let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools = snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64)).collect();
         let live = Live { snapshot: Arc::new(snapshot), ranker, pools };
         Ok(Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
             reload: tokio::sync::Mutex::new(None),
-            metrics: Metrics::default(),
+            metrics,
+            tracer,
         }))
     }
 
@@ -268,6 +277,9 @@ impl Gateway {
         unchanged("admin", live.snapshot.admin, snapshot.admin)?;
         unchanged("threads", live.snapshot.threads, snapshot.threads)?;
         unchanged("tls", &live.snapshot.tls, &snapshot.tls)?;
+        let (collector, wanted) = (live.snapshot.otlp.as_ref(), snapshot.otlp.as_ref());
+        unchanged("telemetry.otlp.endpoint", collector.map(|otlp| &otlp.endpoint), wanted.map(|otlp| &otlp.endpoint))?;
+        unchanged("telemetry.otlp.service_name", collector.map(|otlp| &otlp.service_name), wanted.map(|otlp| &otlp.service_name))?;
         let ranker = if snapshot.ranker == live.snapshot.ranker { live.ranker.clone() } else { start_ranker(snapshot.ranker.clone()).await? };
         let mut pools = Vec::with_capacity(snapshot.pools.len());
         for (index, settings) in snapshot.pools.iter().enumerate() {
@@ -285,6 +297,9 @@ impl Gateway {
                     pool
                 }
             });
+        }
+        if let (Some(tracer), Some(otlp)) = (&self.tracer, &snapshot.otlp) {
+            tracer.sample(otlp.sample);
         }
         self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, pools }));
         Ok(())
@@ -389,6 +404,22 @@ mod tests {
         let error = gateway.apply(Snapshot { threads: 7, ..snapshot(&[A, B]) }).await.unwrap_err();
         assert!(matches!(error, ApplyError::Restart { field: "threads", .. }), "{error}");
         assert_eq!(ids(&gateway.live()).len(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_reload_changes_the_share_of_traces_and_not_where_they_go() {
+        let otlp = |endpoint: &str, sample| config::Otlp { endpoint: endpoint.to_owned(), sample, service_name: "headway".to_owned() };
+        let with = |otlp| Snapshot { otlp, ..snapshot(&[A]) };
+        let gateway = Gateway::start(with(Some(otlp(A, 0.0)))).await.unwrap();
+        let recorded = || gateway.tracer.as_ref().unwrap().begin(&mut http::HeaderMap::new(), tokio::time::Instant::now()).is_some();
+        assert!(!recorded());
+        gateway.apply(with(Some(otlp(A, 1.0)))).await.unwrap();
+        assert!(recorded());
+        for refused in [Some(otlp(B, 0.0)), None] {
+            let error = gateway.apply(with(refused)).await.unwrap_err();
+            assert!(matches!(error, ApplyError::Restart { field: "telemetry.otlp.endpoint", .. }), "{error}");
+            assert!(recorded());
+        }
     }
 
     #[tokio::test]

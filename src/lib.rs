@@ -24,7 +24,7 @@
 //! | [`config`] | files to one validated snapshot; the only place that knows YAML | pingora, candle |
 //! | [`gateway`] | the running whole: pools kept across reloads, one live value swapped | |
 //! | [`admin`] | what operators see and may do | |
-//! | [`telemetry`] | outcomes and stage timings to logs and metrics; nobody below knows it | |
+//! | [`telemetry`] | outcomes and stage timings to logs, metrics and traces; nobody below knows it | proxy, dispatcher, gateway |
 //! | [`engine`] | a model of a continuous-batching engine, and a server that runs it in real time | as `scheduler`, but for its server |
 //! | [`simulator`] | the scheduler and the engine model under virtual time: policies compared, and broken by seed | dispatcher, proxy |
 //! | [`demo`] | the gateway, three simulated engines and a load in one process | |

@@ -58,8 +58,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let gateway = runtime.block_on(Gateway::start(snapshot))?;
     runtime.block_on(admin::start(Arc::clone(&gateway), args.config.as_deref(), args.upgrade))?;
     println!("listening on {scheme}://{}", server.address());
-    server.run(Arc::new(Proxy::new(gateway)), Stop::Signals)?;
-    Ok(())
+    let ended = server.run(Arc::new(Proxy::new(Arc::clone(&gateway))), Stop::Signals);
+    if let Some(tracer) = &gateway.tracer {
+        runtime.block_on(tracer.flush());
+    }
+    Ok(ended?)
 }
 
 /// The configuration of a gateway that was told its backends alone.

@@ -88,6 +88,12 @@ const RULES: &[Rule] = &[
         outside: &["pingora", "candle_core", "candle_nn", "hyper"],
         except: &[],
     },
+    Rule {
+        room: "telemetry",
+        rooms: &["proxy", "dispatcher", "gateway", "admin", "ranker", "fleet"],
+        outside: &["hyper", "pingora", "candle_core", "candle_nn"],
+        except: &[],
+    },
     Rule { room: "fleet", rooms: &["proxy", "gateway", "admin", "ranker"], outside: &["pingora", "candle_core", "candle_nn"], except: &[] },
 ];
 

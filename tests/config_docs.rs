@@ -61,6 +61,8 @@ fn the_reference_describes_every_field_and_no_other() {
         ("File", "The file"),
         ("Tls", "`tls`"),
         ("Ranker", "`ranker`"),
+        ("Telemetry", "`telemetry`"),
+        ("Otlp", "`telemetry.otlp`"),
         ("Edge", "`edge`"),
         ("Limits", "`limits` (top level, and per pool)"),
         ("Timeouts", "`timeouts` (top level, and per pool)"),

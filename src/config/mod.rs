@@ -103,6 +103,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         threads: 0,
         policy,
         ranker: None,
+        otlp: None,
         edge: Edge::default(),
         pools: vec![Arc::new(pool)],
         models: BTreeMap::new(),
@@ -126,6 +127,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     let _ = writeln!(out, "  clients    {tls}://{}", snapshot.listen);
     let _ = writeln!(out, "  operators  http://{}", snapshot.admin);
     let _ = writeln!(out, "  ranker     {ranker}");
+    if let Some(otlp) = &snapshot.otlp {
+        let _ = writeln!(out, "  traces     {} of requests go to {}", otlp.sample, otlp.endpoint);
+    }
     let _ = writeln!(out, "  bodies     up to {}, {} in sum", show_bytes(snapshot.edge.max_body), show_bytes(snapshot.edge.max_body_total));
     for pool in &snapshot.pools {
         let _ = writeln!(out, "  pool {}: policy {}, waits up to {}", pool.name, pool.policy.name, show_duration(pool.timeouts.queue));

@@ -14,7 +14,7 @@ use serde::de::{Deserializer, Error, MapAccess, Visitor};
 use serde_yaml::Spanned;
 
 use super::snapshot::{BackendUrl, Device};
-use super::text::Bytes;
+use super::text::{Bytes, Endpoint};
 use crate::fleet::EngineKind;
 use crate::scheduler::{Order, Target, Weight};
 
@@ -28,6 +28,7 @@ pub(super) struct File {
     pub tls: Option<Tls>,
     pub policy: Option<Leaf<String>>,
     pub ranker: Option<Ranker>,
+    pub telemetry: Option<Telemetry>,
     pub edge: Option<Edge>,
     pub limits: Option<Limits>,
     pub timeouts: Option<Timeouts>,
@@ -48,6 +49,20 @@ pub(super) struct Ranker {
     pub device: Option<Leaf<Device>>,
     pub deadline: Option<Leaf<Duration>>,
     pub threads: Option<Leaf<u64>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Telemetry {
+    pub otlp: Option<Otlp>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Otlp {
+    pub endpoint: Leaf<Endpoint>,
+    pub sample: Option<Leaf<f64>>,
+    pub service_name: Option<Leaf<String>>,
 }
 
 #[derive(Default, Deserialize)]

@@ -24,6 +24,8 @@ pub struct Snapshot {
     pub policy: Arc<NamedPolicy>,
     /// The scoring stage; `None` orders by prompt length.
     pub ranker: Option<RankerSettings>,
+    /// Where traces of requests go; `None`: nowhere, and none are recorded.
+    pub otlp: Option<Otlp>,
     /// Body, header and wait limits of the edge.
     pub edge: Edge,
     /// The pools in the order of the file.
@@ -40,6 +42,10 @@ pub const DEFAULT_LISTEN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSP
 pub const DEFAULT_ADMIN: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 9090);
 /// Limits of a pool's queue when nothing else is said.
 pub const DEFAULT_LIMITS: Limits = Limits { queue_requests: 100_000, queue_bytes: 1 << 30, max_output: 32_768 };
+/// Share of requests whose traces are recorded when nothing else is said.
+pub const DEFAULT_SAMPLE: f64 = 0.01;
+/// What the gateway is called in traces when nothing else is said.
+pub const DEFAULT_SERVICE_NAME: &str = "headway";
 /// Attempts on other backends when nothing else is said.
 pub const DEFAULT_RETRIES: u32 = 2;
 /// Retries per second of one pool when nothing else is said.
@@ -75,6 +81,17 @@ pub struct RankerSettings {
     pub deadline: Option<Duration>,
     /// CPU threads; 0 is one per core less one, at least one.
     pub threads: usize,
+}
+
+/// A collector of traces, and which requests it hears of.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Otlp {
+    /// `http://host:port` of a collector that takes OTLP over gRPC.
+    pub endpoint: String,
+    /// Share of requests that are recorded, 0 to 1, of those that come without a trace of their own.
+    pub sample: f64,
+    /// What this gateway is called in the traces.
+    pub service_name: String,
 }
 
 /// Where the ranker computes.

@@ -368,3 +368,26 @@ mod anything {
         }
     }
 }
+
+#[test]
+fn traces_are_off_or_go_to_a_collector() {
+    assert_eq!(load_text(POOL, &[]).unwrap().otlp, None);
+    assert_eq!(load_text(&format!("{POOL}telemetry: {{}}\n"), &[]).unwrap().otlp, None);
+    let otlp = |text: &str| load_text(&format!("{POOL}telemetry: {{ otlp: {{ {text} }} }}\n"), &[]).map(|snapshot| snapshot.otlp.unwrap());
+    let defaults = Otlp { endpoint: "http://a:4317".into(), sample: 0.01, service_name: "headway".into() };
+    assert_eq!(otlp("endpoint: http://a").unwrap(), defaults);
+    let all = otlp("endpoint: http://a:8123, sample: 1, service_name: edge").unwrap();
+    assert_eq!(all, Otlp { endpoint: "http://a:8123".into(), sample: 1.0, service_name: "edge".into() });
+    for (text, field, hint) in [
+        ("sample: 0.5", "telemetry.otlp", ""),
+        ("endpoint: http://a, sample: 1%", "telemetry.otlp.sample", "for example 0.25"),
+        ("endpoint: http://a, sample: 2", "telemetry.otlp.sample", "write 0 to 1; the default is 0.01"),
+        ("endpoint: http://a, service_name: ''", "telemetry.otlp.service_name", "write a value"),
+        ("endpoint: 'a:4317'", "telemetry.otlp.endpoint", "write http://a:4317"),
+        ("endpoint: http://a, ratio: 1", "telemetry.otlp.ratio", ""),
+    ] {
+        let problem = only_problem(&format!("{POOL}telemetry: {{ otlp: {{ {text} }} }}\n"));
+        assert_eq!((problem.0, problem.2.as_str()), (2, field), "{problem:?}");
+        assert!(problem.4.contains(hint), "{problem:?}");
+    }
+}

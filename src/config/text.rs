@@ -29,6 +29,10 @@ pub(crate) trait FromText: Sized {
     fn from_text(text: &str) -> Result<Self, Mistake>;
 }
 
+/// Where an OpenTelemetry collector takes OTLP over gRPC.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Endpoint(pub String);
+
 /// A count of bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Bytes(pub u64);
@@ -189,25 +193,56 @@ impl FromText for BackendUrl {
             let base = text.trim_end_matches('/').trim_end_matches("/v1");
             return Err(Mistake::new("the URL ends in /v1, which every request's path already begins with", format!("write {base}")));
         }
-        let (host, port) = match authority.rfind(':') {
-            // The colon belongs to an IPv6 address when its bracket closes after it.
-            Some(colon) if !authority[colon..].contains(']') => {
-                let port = authority[colon + 1..].parse().ok().filter(|port| *port != 0);
-                let port =
-                    port.ok_or_else(|| Mistake::new(format!("{:?} is not a port", &authority[colon + 1..]), "a port is a number from 1 to 65535"))?;
-                (&authority[..colon], port)
-            }
-            _ => (authority, 80),
-        };
-        let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-        let valid = match host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')) {
-            Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
-            None => !host.is_empty() && host.chars().all(named),
-        };
-        if !valid {
-            return Err(Mistake::new(format!("{host:?} is not a host name or address"), example));
+        let (host, port) = host_and_port(authority, 80, example)?;
+        Ok(BackendUrl { host, port, prefix: path.to_owned() })
+    }
+}
+
+/// Reads `host` or `host:port`.
+fn host_and_port(authority: &str, default: u16, example: &str) -> Result<(String, u16), Mistake> {
+    let (host, port) = match authority.rfind(':') {
+        // The colon belongs to an IPv6 address when its bracket closes after it.
+        Some(colon) if !authority[colon..].contains(']') => {
+            let port = authority[colon + 1..].parse().ok().filter(|port| *port != 0);
+            let port =
+                port.ok_or_else(|| Mistake::new(format!("{:?} is not a port", &authority[colon + 1..]), "a port is a number from 1 to 65535"))?;
+            (&authority[..colon], port)
         }
-        Ok(BackendUrl { host: host.to_ascii_lowercase(), port, prefix: path.to_owned() })
+        _ => (authority, default),
+    };
+    let named = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    let valid = match host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')) {
+        Some(address) => address.parse::<std::net::Ipv6Addr>().is_ok(),
+        None => !host.is_empty() && host.chars().all(named),
+    };
+    if !valid {
+        return Err(Mistake::new(format!("{host:?} is not a host name or address"), example));
+    }
+    Ok((host.to_ascii_lowercase(), port))
+}
+
+impl FromText for Endpoint {
+    fn from_text(text: &str) -> Result<Self, Mistake> {
+        let example = "write http://host:port, for example http://localhost:4317";
+        if text.contains('@') {
+            return Err(Mistake::new("the address of a collector holds no user or password", "put headers for it into OTEL_EXPORTER_OTLP_HEADERS"));
+        }
+        if text.starts_with("https://") {
+            return Err(Mistake::new(
+                format!("{text} asks for TLS, and collectors are spoken to in plain gRPC"),
+                "write http:// and the address of a collector on this machine or network; it can send on with TLS",
+            ));
+        }
+        let Some(authority) = text.strip_prefix("http://") else {
+            let hint = if text.contains("://") { example.to_owned() } else { format!("write http://{text}") };
+            return Err(Mistake::new(format!("expected a URL that starts with http://, found {text:?}"), hint));
+        };
+        let authority = authority.trim_end_matches('/');
+        if authority.contains(['/', '?', '#']) {
+            return Err(Mistake::new(format!("{text:?} holds more than an address: gRPC has no path"), example));
+        }
+        let (host, port) = host_and_port(authority, 4317, example)?;
+        Ok(Endpoint(format!("http://{host}:{port}")))
     }
 }
 
@@ -325,6 +360,22 @@ mod tests {
             assert!(BackendUrl::from_text(text).is_err(), "{text:?}");
         }
         let refused = BackendUrl::from_text("http://user:s3cret@a").unwrap_err();
+        assert!(!refused.to_string().contains("s3cret"));
+    }
+
+    #[test]
+    fn collectors() {
+        let endpoint = |text: &str| Endpoint::from_text(text).unwrap().0;
+        assert_eq!(endpoint("http://localhost:4317"), "http://localhost:4317");
+        assert_eq!(endpoint("http://Otel.example/"), "http://otel.example:4317");
+        assert_eq!(endpoint("http://[::1]"), "http://[::1]:4317");
+        let hint = |text: &str| Endpoint::from_text(text).unwrap_err().hint;
+        assert_eq!(hint("localhost:4317"), "write http://localhost:4317");
+        assert!(hint("https://a:4317").contains("http://"));
+        for text in ["http://", "http://a:0", "http://a/v1/traces", "http://a b", "grpc://a", ""] {
+            assert!(Endpoint::from_text(text).is_err(), "{text:?}");
+        }
+        let refused = Endpoint::from_text("http://user:s3cret@a").unwrap_err();
         assert!(!refused.to_string().contains("s3cret"));
     }
 

@@ -205,6 +205,8 @@ impl Builder<'_> {
         // A policy with a problem makes the whole result an error: what stands in for it here is never used.
         let policy = policy.unwrap_or_else(|| Arc::new(NamedPolicy::default()));
         let ranker = file.ranker.as_ref().and_then(|ranker| self.ranker(ranker, &root.key("ranker")));
+        let otlp = file.telemetry.as_ref().and_then(|telemetry| telemetry.otlp.as_ref());
+        let otlp = otlp.and_then(|otlp| self.otlp(otlp, &root.key("telemetry").key("otlp")));
         let edge = self.edge(file.edge.as_ref().unwrap_or(&raw::Edge::default()), &root.key("edge"));
         let limits = self.limits(file.limits.as_ref(), &root.key("limits"), DEFAULT_LIMITS, &edge);
         let timeouts = self.timeouts(file.timeouts.as_ref(), &root.key("timeouts"), Timeouts::default());
@@ -230,7 +232,7 @@ impl Builder<'_> {
         }
         let models = self.routes(&file.pools.value, &pools, &place);
         let pools = pools.into_iter().map(Arc::new).collect();
-        Snapshot { listen, tls, admin, threads, policy, ranker, edge, pools, models, sources: std::mem::take(&mut self.sources) }
+        Snapshot { listen, tls, admin, threads, policy, ranker, otlp, edge, pools, models, sources: std::mem::take(&mut self.sources) }
     }
 
     fn distinct(&mut self, file: &raw::File, listen: SocketAddr, admin: SocketAddr) {
@@ -332,6 +334,13 @@ impl Builder<'_> {
         let deadline = raw.deadline.as_ref().map(|leaf| self.checker.duration(Some(leaf), &place.key("deadline"), Duration::from_millis(50)));
         let threads = self.checker.number(raw.threads.as_ref(), &place.key("threads"), 0..=1024, 0) as usize;
         Some(RankerSettings { weights: weights?, device, deadline, threads })
+    }
+
+    fn otlp(&mut self, raw: &raw::Otlp, place: &Place) -> Option<Otlp> {
+        let endpoint = self.checker.read(&raw.endpoint, &place.key("endpoint"));
+        let sample = self.checker.bounded(raw.sample.as_ref(), &place.key("sample"), 0.0..=1.0, DEFAULT_SAMPLE, |share| share.to_string());
+        let service_name = self.checker.optional(raw.service_name.as_ref(), &place.key("service_name"), DEFAULT_SERVICE_NAME.to_owned());
+        Some(Otlp { endpoint: endpoint?.0, sample, service_name })
     }
 
     fn edge(&mut self, raw: &raw::Edge, place: &Place) -> Edge {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use http::request::Parts;
-use http::{HeaderValue, Method, StatusCode};
+use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use tokio::time::Instant;
 
 use super::api::Api;
@@ -14,8 +14,8 @@ use crate::config::Pool;
 use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
 use crate::ranker::{Neutral, Opinion};
-use crate::scheduler::Facts;
-use crate::telemetry::{self, Outcome};
+use crate::scheduler::{Facts, Time};
+use crate::telemetry::{self, Outcome, Stage, Trace};
 
 /// What a client that left is called, here and in nginx's log.
 const CLIENT_LEFT: (u16, &str) = (499, "client_left");
@@ -27,14 +27,19 @@ pub struct Account {
     method: Method,
     path: Cow<'static, str>,
     request_id: HeaderValue,
+    /// Present where the request is recorded.
+    trace: Option<Box<Trace>>,
     api: Api,
     model: String,
+    streamed: bool,
     pool: Option<Arc<Pool>>,
     target: Option<Arc<Target>>,
     queued: Option<Duration>,
     first_token: Option<Duration>,
     score: Option<f32>,
     scoring: Option<&'static str>,
+    predicted_tokens: Option<u32>,
+    boost: Option<i64>,
     aged: bool,
     stolen: bool,
     attempts: u32,
@@ -47,23 +52,28 @@ pub struct Account {
 }
 
 impl Account {
-    /// A request whose head has come.
-    pub fn open(gateway: &Arc<Gateway>, head: &Parts, request_id: HeaderValue) -> Account {
+    /// A request whose head has come. Where traces are recorded, the head says afterwards which one it belongs to.
+    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue) -> Account {
+        let started = Instant::now();
         Account {
             gateway: Arc::clone(gateway),
-            started: Instant::now(),
+            started,
+            trace: gateway.tracer.as_ref().and_then(|tracer| tracer.begin(&mut head.headers, started)),
             method: head.method.clone(),
             // A copy: a slice of the head would keep the whole of its buffer for as long as the answer streams.
             path: known_path(head.uri.path()).map_or_else(|| Cow::Owned(head.uri.path().to_owned()), Cow::Borrowed),
             request_id,
             api: Api::Other,
             model: String::new(),
+            streamed: false,
             pool: None,
             target: None,
             queued: None,
             first_token: None,
             score: None,
             scoring: None,
+            predicted_tokens: None,
+            boost: None,
             aged: false,
             stolen: false,
             attempts: 0,
@@ -99,8 +109,8 @@ impl Account {
         self.api = api;
     }
 
-    pub fn asks_for(&mut self, model: String) {
-        self.model = model;
+    pub fn asks_for(&mut self, model: String, streamed: bool) {
+        (self.model, self.streamed) = (model, streamed);
     }
 
     /// The model as the client named it.
@@ -130,11 +140,37 @@ impl Account {
         *self.queued.get_or_insert_default() += wait;
     }
 
-    /// It is sent to a backend.
-    pub fn released(&mut self, target: &Arc<Target>, facts: Facts) {
+    /// It goes on to this stage.
+    pub fn enters(&mut self, stage: Stage) {
+        if let Some(trace) = &mut self.trace {
+            trace.enters(stage);
+        }
+    }
+
+    /// It has got a slot on a backend, having arrived at this time of the pool's clock.
+    pub fn released(&mut self, target: &Arc<Target>, facts: Facts, arrived: Time) {
         self.target = Some(Arc::clone(target));
         (self.aged, self.stolen) = (facts.aged, facts.stolen);
+        self.predicted_tokens = Some(facts.expected_output);
+        self.boost = i64::try_from(arrived.as_micros()).ok().map(|arrived| arrived.saturating_sub(facts.boosted_arrival));
         self.attempts += 1;
+        if let Some(trace) = &mut self.trace {
+            trace.released(&target.backend.settings().url);
+        }
+    }
+
+    /// It is sent to the backend with these headers.
+    pub fn sent(&mut self, headers: &mut HeaderMap) {
+        if let Some(trace) = &mut self.trace {
+            trace.sent(headers);
+        }
+    }
+
+    /// The attempt on this backend failed, for this reason.
+    pub fn failed(&mut self, reason: &'static str) {
+        if let Some(trace) = &mut self.trace {
+            trace.failed(reason);
+        }
     }
 
     /// How long it waited for slots.
@@ -155,6 +191,9 @@ impl Account {
 
     /// The backend's answer has begun.
     pub fn answered(&mut self, status: StatusCode) {
+        if let Some(trace) = &mut self.trace {
+            trace.answered(status.as_u16());
+        }
         self.answer = (
             status.as_u16(),
             match status {
@@ -179,6 +218,12 @@ impl Account {
         self.prompt_tokens = seen.prompt_tokens;
     }
 
+    /// The model as the backends of its pool know it.
+    fn upstream_model(&self) -> Option<&str> {
+        let alias = self.pool.as_ref()?.models.iter().find(|(name, _)| *name == self.model);
+        Some(alias.and_then(|(_, upstream)| upstream.as_deref()).unwrap_or(&self.model))
+    }
+
     /// The backend's answer is complete.
     pub fn succeeded(&mut self) {
         (self.status, self.reason) = self.answer;
@@ -201,14 +246,31 @@ fn known_path(path: &str) -> Option<&'static str> {
     COMMON.into_iter().find(|common| *common == path)
 }
 
+/// What is asked for and whose API is spoken, in the words of OpenTelemetry's GenAI conventions.
+fn operation(api: Api, path: &str) -> (Option<&'static str>, &'static str) {
+    match api {
+        Api::Chat | Api::Responses => (Some("chat"), "openai"),
+        Api::Completions => (Some("text_completion"), "openai"),
+        Api::Messages => (Some("chat"), "anthropic"),
+        Api::Other => ((path == "/v1/embeddings").then_some("embeddings"), "openai"),
+    }
+}
+
 impl Drop for Account {
     fn drop(&mut self) {
+        let trace = self.trace.take();
+        let (operation, provider) = operation(self.api, &self.path);
         let backend = self.target.as_ref().map(|target| target.connections.host());
         let outcome = Outcome {
             request_id: self.request_id(),
+            trace: trace.as_ref().map(|trace| trace.id()),
             method: self.method.as_str(),
             path: &self.path,
+            operation,
+            provider,
+            streamed: self.streamed,
             model: &self.model,
+            upstream_model: trace.as_ref().filter(|_| self.reason == "ok").and_then(|_| self.upstream_model()),
             pool: self.pool.as_ref().map(|pool| pool.name.as_str()),
             backend: backend.and_then(|host| host.to_str().ok()),
             status: self.status,
@@ -220,10 +282,15 @@ impl Drop for Account {
             output_tokens: self.output_tokens,
             score: self.score,
             scoring: self.scoring,
+            predicted_tokens: self.predicted_tokens,
+            boost: self.boost,
             aged: self.aged,
             stolen: self.stolen,
             retries: self.attempts.saturating_sub(1),
         };
         telemetry::record(&outcome, &self.gateway.metrics);
+        if let (Some(trace), Some(tracer)) = (&trace, &self.gateway.tracer) {
+            tracer.end(trace, &outcome);
+        }
     }
 }

@@ -46,6 +46,7 @@ use crate::fleet::{EngineKind, Observation};
 use crate::gateway::{Gateway, Live, Routed, Target};
 use crate::ranker::Opinion;
 use crate::scheduler::{BackendId, Ending, Facts, Reason, Scored, Time, Weight};
+use crate::telemetry::Stage;
 
 /// Bodies longer than this are parsed apart from the threads that serve connections.
 const PARSED_APART: usize = 256 << 10;
@@ -99,10 +100,11 @@ impl Handler for Proxy {
     }
 
     async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<ReplyBody> {
-        let (head, body) = request.into_parts();
+        let (mut head, body) = request.into_parts();
         // Who expects to be told to go on has not sent the body, and does not when it is refused.
         let expects = head.headers.contains_key(EXPECT);
-        let mut account = Account::open(&self.gateway, &head, headers::request_id(&head.headers));
+        let request_id = headers::request_id(&head.headers);
+        let mut account = Account::open(&self.gateway, &mut head, request_id);
         let mut body = Some(body);
         let mut cut = self.cut.subscribe();
         let ended = tokio::select! {
@@ -170,7 +172,7 @@ impl Proxy {
         };
         *body = None;
         let mut prompt = read_prompt(api, &head, &held.bytes).await?;
-        account.asks_for(std::mem::take(&mut prompt.model));
+        account.asks_for(std::mem::take(&mut prompt.model), prompt.stream);
         let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, account.model()))?;
         account.goes_to(routed.settings);
 
@@ -214,8 +216,11 @@ impl Outgoing {
             let backend = permit.backend();
             // Without a target it has just left the pool, and nothing was tried.
             if let Some(target) = routed.pool.target(backend) {
-                account.released(&target, permit.facts());
+                account.released(&target, permit.facts(), self.arrived);
                 let ended = self.attempt(edge, routed, &target, permit, account).await;
+                if let Err(failure) = &ended {
+                    account.failed(failure.verdict().1);
+                }
                 if !is_worth_another(&ended) || retries == 0 || !routed.pool.may_retry() {
                     return ended;
                 }
@@ -228,6 +233,7 @@ impl Outgoing {
 
     /// Waits in the queue. Dropping this leaves it.
     async fn slot(&self, routed: &Routed<'_>, excluded: &[BackendId], account: &mut Account) -> Result<Permit, Rejection> {
+        account.enters(Stage::Queue);
         let asked = Instant::now();
         let until = routed.settings.timeouts.queue.min(routed.settings.timeouts.total);
         let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
@@ -262,7 +268,12 @@ impl Outgoing {
         let Timeouts { connect, first_byte, inter_chunk, total, .. } = routed.settings.timeouts;
         let waits = Waits { connect, first_byte, total: self.deadline };
         let payload = self.payload(routed, target, &permit.facts());
-        let answer = match target.connections.send(waits, || self.request(target, payload.clone())).await {
+        let request = || {
+            let mut request = self.request(target, payload.clone());
+            account.sent(request.headers_mut());
+            request
+        };
+        let answer = match target.connections.send(waits, request).await {
             Ok(answer) => answer,
             Err(error) => {
                 if !matches!(error, UpstreamError::TotalTimeout) {
@@ -401,6 +412,7 @@ async fn read_prompt(api: Api, head: &Parts, body: &Bytes) -> Result<Prompt, Bad
 
 /// Asks the ranker, which answers within its deadline whatever happens.
 async fn score(live: &Live, prompt: &mut Prompt, account: &mut Account) -> Option<Scored> {
+    account.enters(Stage::Score);
     let opinion = live.ranker.score(std::mem::take(&mut prompt.text)).await;
     account.scored(&opinion);
     match opinion {

@@ -99,7 +99,7 @@ impl Connections {
 
     /// Sends a request and waits for the head of its answer. `request` is called once per attempt: a kept connection that turns out to be closed, before
     /// any byte of an answer, is replaced by a new one.
-    pub async fn send(&self, waits: Waits, request: impl Fn() -> Request<Payload>) -> Result<Answer, UpstreamError> {
+    pub async fn send(&self, waits: Waits, mut request: impl FnMut() -> Request<Payload>) -> Result<Answer, UpstreamError> {
         let mut kept = self.pool.take();
         loop {
             let (mut wire, is_kept) = match kept.take() {

@@ -66,6 +66,22 @@ struct ScoringLabels {
     result: &'static str,
 }
 
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TraceLabels {
+    result: &'static str,
+}
+
+/// What became of recorded traces.
+#[derive(Clone, Debug)]
+pub struct Traces {
+    /// The collector has them.
+    pub sent: Counter,
+    /// The collector did not take them.
+    pub failed: Counter,
+    /// Too many were waiting.
+    pub dropped: Counter,
+}
+
 /// The counters of one gateway.
 pub struct Metrics {
     registry: Registry,
@@ -77,6 +93,7 @@ pub struct Metrics {
     output_tokens: Family<ModelLabels, Counter>,
     retries: Family<PoolLabels, Counter>,
     scores: Family<ScoringLabels, Counter>,
+    traces: Family<TraceLabels, Counter>,
     /// Models with series of their own.
     models: Mutex<BTreeSet<String>>,
 }
@@ -100,6 +117,7 @@ impl Default for Metrics {
             output_tokens: Family::default(),
             retries: Family::default(),
             scores: Family::default(),
+            traces: Family::default(),
             models: Mutex::default(),
         };
         metrics.registered()
@@ -117,6 +135,7 @@ impl Metrics {
         registry.register("output_tokens", "Output tokens sent to clients", self.output_tokens.clone());
         registry.register("retries", "Attempts on another backend before the first byte", self.retries.clone());
         registry.register("scores", "Where the scores of requests came from", self.scores.clone());
+        registry.register("traces", "Recorded traces, by what became of them", self.traces.clone());
         self
     }
 
@@ -148,6 +167,12 @@ impl Metrics {
             self.scores.get_or_create(&ScoringLabels { pool: pool.clone(), result }).inc();
         }
         self.requests.get_or_create(&RequestLabels { pool, model, outcome: record.outcome }).inc();
+    }
+
+    /// Counters of recorded traces, which have series from then on.
+    pub fn traces(&self) -> Traces {
+        let of = |result| self.traces.get_or_create(&TraceLabels { result }).clone();
+        Traces { sent: of("sent"), failed: of("failed"), dropped: of("dropped") }
     }
 
     /// Writes the metrics in the OpenMetrics text format, without the closing `# EOF`.

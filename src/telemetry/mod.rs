@@ -1,8 +1,16 @@
-//! Turns outcomes and stage timings into metrics and the access log. Nobody below knows it.
+//! Turns outcomes and stage timings into metrics, the access log and spans. Nobody below knows it.
 
+mod context;
 pub mod metrics;
+mod trace;
+mod tracer;
 
 use std::time::Duration;
+
+use opentelemetry::trace::TraceId;
+
+pub use trace::{Stage, Trace};
+pub use tracer::{Tracer, TracerError};
 
 use metrics::{Metrics, Record};
 
@@ -11,10 +19,20 @@ use metrics::{Metrics, Record};
 pub struct Outcome<'a> {
     /// Kept from the client or made here; goes upstream and back.
     pub request_id: &'a str,
+    /// The trace it is recorded in.
+    pub trace: Option<TraceId>,
     pub method: &'a str,
     pub path: &'a str,
+    /// What is asked for, in the words of OpenTelemetry's GenAI conventions; `None` for what they have no word for.
+    pub operation: Option<&'static str>,
+    /// Whose API is spoken, in the words of the same.
+    pub provider: &'static str,
+    /// A stream is asked for.
+    pub streamed: bool,
     /// The model as the client named it; empty if it came to no model.
     pub model: &'a str,
+    /// The model as its backends know it, where one answered.
+    pub upstream_model: Option<&'a str>,
     /// `None`: no pool was found for it.
     pub pool: Option<&'a str>,
     /// `host:port` of the backend that answered or failed last.
@@ -36,6 +54,10 @@ pub struct Outcome<'a> {
     pub score: Option<f32>,
     /// Where the score came from, one of a closed set of names; `None` for requests that are not scored.
     pub scoring: Option<&'static str>,
+    /// Output tokens that were expected when it was released.
+    pub predicted_tokens: Option<u32>,
+    /// How much earlier than its arrival the order took it for, in microseconds.
+    pub boost: Option<i64>,
     /// Released for its age rather than by its key.
     pub aged: bool,
     /// Released by another backend than the one it waited for.
@@ -59,10 +81,10 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         retries: outcome.retries,
         scoring: outcome.scoring,
     });
-    let millis = |span: Duration| span.as_micros() as f64 / 1e3;
     tracing::info!(
         target: "access",
         id = outcome.request_id,
+        trace = outcome.trace.map(tracing::field::display),
         method = outcome.method,
         path = outcome.path,
         model = outcome.model,
@@ -81,4 +103,42 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         stolen = outcome.stolen,
         retries = outcome.retries,
     );
+}
+
+fn millis(span: Duration) -> f64 {
+    span.as_micros() as f64 / 1e3
+}
+
+#[cfg(test)]
+impl Outcome<'_> {
+    /// A chat that was turned away at once.
+    fn refused() -> Self {
+        Outcome {
+            request_id: "r",
+            trace: None,
+            method: "POST",
+            path: "/v1/chat/completions",
+            operation: Some("chat"),
+            provider: "openai",
+            streamed: false,
+            model: "m",
+            upstream_model: None,
+            pool: Some("chat"),
+            backend: None,
+            status: 429,
+            reason: "queue_full",
+            queued: None,
+            first_token: None,
+            total: Duration::ZERO,
+            prompt_tokens: None,
+            output_tokens: 0,
+            score: None,
+            scoring: None,
+            predicted_tokens: None,
+            boost: None,
+            aged: false,
+            stolen: false,
+            retries: 0,
+        }
+    }
 }
