@@ -1,6 +1,6 @@
 //! The trace of one request: notes while it runs, and spans made of them once it has ended.
 //!
-//! Names are those of OpenTelemetry's semantic conventions 1.44.0 (HTTP, server, error) and of its GenAI conventions 0.1.0; for what neither has a name,
+//! Names are those of OpenTelemetry's semantic conventions 1.45.0 (HTTP, server, error) and of its GenAI conventions 0.1.0; for what neither has a name,
 //! they begin with `headway.`. docs/tracing.md lists them.
 
 use std::borrow::Cow;
