@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use arc_swap::ArcSwap;
@@ -14,12 +15,15 @@ use tokio::sync::watch;
 use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
 use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
+use crate::learnt::Keeper;
 use crate::proxy::upstream::Connections;
 use crate::ranker::{Ranker, RankerError};
-use crate::scheduler::{BackendId, BackendState, Load, ModelId};
+use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Tracer, TracerError};
 
+/// Between two writings of what pools have learnt.
+const KEEP: Duration = Duration::from_secs(60);
 /// Names a pool keeps a calibration of its own for; later ones share one, so that clients cannot make it grow.
 const MAX_MODELS: usize = 1024;
 
@@ -79,6 +83,8 @@ impl Live {
 pub struct PoolRuntime {
     /// The pool's owner task.
     pub dispatcher: Dispatcher,
+    /// Where it keeps what it has learnt.
+    keeper: Option<Keeper>,
     targets: ArcSwap<BTreeMap<BackendId, Arc<Target>>>,
     models: ArcSwap<BTreeMap<String, ModelId>>,
     /// `None`: the pool retries nothing.
@@ -108,15 +114,38 @@ impl Listener for Dispatcher {
 }
 
 impl PoolRuntime {
-    fn new(settings: &config::Pool, seed: u64) -> Self {
+    /// Continues from what it learnt before, and from what is known of a ranker whose scores it has not seen.
+    fn new(settings: &config::Pool, seed: u64, state: Option<&Path>, ranker: &Ranker) -> Self {
         let dispatcher = Dispatcher::spawn(dispatcher::Settings { policy: settings.policy.policy.clone(), limits: settings.limits, seed });
-        PoolRuntime {
+        let pool = PoolRuntime {
             dispatcher,
+            keeper: state.map(|directory| Keeper::new(directory, &settings.name)),
             targets: ArcSwap::default(),
             models: ArcSwap::default(),
             retries: ArcSwap::from_pointee(retry_limiter(settings.retry_budget)),
             next_backend: AtomicU32::new(0),
             siblings: Siblings::default(),
+        };
+        let kept = pool.keeper.as_ref().and_then(|keeper| keeper.read(|name| pool.model_id(name))).unwrap_or_default();
+        let is_new = kept.scores.iter().all(|scored| Some(scored.version) != ranker.version());
+        pool.dispatcher.restore(kept);
+        if is_new {
+            pool.dispatcher.restore(Learnt::clone(&ranker.prior()));
+        }
+        pool
+    }
+
+    /// Writes down what it has learnt.
+    async fn keep(self: &Arc<Self>) {
+        if self.keeper.is_none() {
+            return;
+        }
+        // A pool whose task has ended wrote it down before.
+        let Some(learnt) = self.dispatcher.learnt().await else { return };
+        let pool = Arc::clone(self);
+        let written = tokio::task::spawn_blocking(move || pool.keeper.as_ref().map(|keeper| keeper.write(&learnt, &pool.models.load())));
+        if let Ok(Some(Err(error))) = written.await {
+            tracing::warn!("what a pool has learnt cannot be kept: {error}");
         }
     }
 
@@ -226,6 +255,14 @@ pub enum ApplyError {
         /// Its value in the new configuration.
         new: String,
     },
+    /// There is no place to keep what pools learn.
+    #[error("state: the directory {} cannot be made: {source}", directory.display())]
+    State {
+        /// Where it should be.
+        directory: PathBuf,
+        /// Why it is not.
+        source: std::io::Error,
+    },
     /// The ranker that the configuration names does not load.
     #[error("ranker: {0}")]
     Ranker(#[from] RankerError),
@@ -249,18 +286,24 @@ pub struct Gateway {
 impl Gateway {
     /// Starts the pools and the ranker of `snapshot`. Needs a tokio runtime; waits for no backend.
     pub async fn start(snapshot: Snapshot) -> Result<Arc<Gateway>, ApplyError> {
+        if let Some(directory) = &snapshot.state {
+            std::fs::create_dir_all(directory).map_err(|source| ApplyError::State { directory: directory.clone(), source })?;
+        }
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
         let metrics = Metrics::default();
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
-        let pools = snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64)).collect();
+        let pools =
+            snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
         let live = Live { snapshot: Arc::new(snapshot), ranker, pools };
-        Ok(Arc::new(Gateway {
+        let gateway = Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
             reload: tokio::sync::Mutex::new(None),
             metrics,
             tracer,
-        }))
+        });
+        tokio::spawn(keep_every_minute(Arc::downgrade(&gateway)));
+        Ok(gateway)
     }
 
     /// What a request takes when it begins.
@@ -277,20 +320,24 @@ impl Gateway {
         unchanged("admin", live.snapshot.admin, snapshot.admin)?;
         unchanged("threads", live.snapshot.threads, snapshot.threads)?;
         unchanged("tls", &live.snapshot.tls, &snapshot.tls)?;
+        unchanged("state", &live.snapshot.state, &snapshot.state)?;
         let (collector, wanted) = (live.snapshot.otlp.as_ref(), snapshot.otlp.as_ref());
         unchanged("telemetry.otlp.endpoint", collector.map(|otlp| &otlp.endpoint), wanted.map(|otlp| &otlp.endpoint))?;
         unchanged("telemetry.otlp.service_name", collector.map(|otlp| &otlp.service_name), wanted.map(|otlp| &otlp.service_name))?;
-        let ranker = if snapshot.ranker == live.snapshot.ranker { live.ranker.clone() } else { start_ranker(snapshot.ranker.clone()).await? };
+        let (ranker, is_new) = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
         for (index, settings) in snapshot.pools.iter().enumerate() {
             let running = live.snapshot.pools.iter().position(|pool| pool.name == settings.name).map(|index| Arc::clone(&live.pools[index]));
             pools.push(match running {
                 Some(pool) => {
                     pool.apply(settings);
+                    if is_new {
+                        pool.dispatcher.restore(Learnt::clone(&ranker.prior()));
+                    }
                     pool
                 }
                 None => {
-                    let pool = started(settings, index as u64);
+                    let pool = started(settings, index as u64, snapshot.state.as_deref(), &ranker);
                     if let Some(runtime) = &*runtime {
                         pool.dispatcher.move_to(runtime.clone());
                     }
@@ -329,6 +376,30 @@ impl Gateway {
         self.draining.subscribe()
     }
 
+    /// Loads the ranker's directory again, whatever it holds.
+    ///
+    /// # Errors
+    /// As for [`Ranker::reload`]; the old weights go on serving.
+    pub async fn reload_ranker(&self) -> Result<RankerVersion, RankerError> {
+        let _one_at_a_time = self.reload.lock().await;
+        let live = self.live();
+        let Some(settings) = live.snapshot.ranker.clone() else { return Err(RankerError::Off) };
+        let (ranker, before) = (live.ranker.clone(), live.ranker.version());
+        let reloaded = tokio::task::spawn_blocking(move || ranker.reload(&settings.weights)).await;
+        let version = reloaded.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
+        if before != Some(version) {
+            live.pools.iter().for_each(|pool| pool.dispatcher.restore(Learnt::clone(&live.ranker.prior())));
+        }
+        Ok(version)
+    }
+
+    /// Writes down what the pools have learnt.
+    async fn keep(&self) {
+        for pool in &self.live().pools {
+            pool.keep().await;
+        }
+    }
+
     /// Waits until every pool is empty or `within` has passed; see [`Dispatcher::drain`].
     pub async fn drain(&self, within: Duration) -> Drained {
         let live = self.live();
@@ -337,21 +408,50 @@ impl Gateway {
             let dispatcher = pool.dispatcher.clone();
             drains.spawn(async move { dispatcher.drain(within).await });
         }
-        drains.join_all().await.into_iter().fold(Drained { turned_away: 0, running: 0 }, |sum, pool| Drained {
+        let drained = drains.join_all().await;
+        self.keep().await;
+        drained.into_iter().fold(Drained { turned_away: 0, running: 0 }, |sum, pool| Drained {
             turned_away: sum.turned_away + pool.turned_away,
             running: sum.running + pool.running,
         })
     }
 }
 
-fn started(settings: &config::Pool, seed: u64) -> Arc<PoolRuntime> {
-    let pool = PoolRuntime::new(settings, seed);
+fn started(settings: &config::Pool, seed: u64, state: Option<&Path>, ranker: &Ranker) -> Arc<PoolRuntime> {
+    let pool = PoolRuntime::new(settings, seed, state, ranker);
     pool.apply(settings);
     Arc::new(pool)
 }
 
 fn unchanged<T: PartialEq + std::fmt::Debug>(field: &'static str, old: T, new: T) -> Result<(), ApplyError> {
     if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: format!("{old:?}"), new: format!("{new:?}") }) }
+}
+
+/// The ranker that the next configuration asks for, and whether its scores are new to the pools. The running one stays as far as it can.
+async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<(Ranker, bool), RankerError> {
+    let (Some(running), Some(wanted)) = (&live.snapshot.ranker, wanted) else {
+        let is_off = live.snapshot.ranker.is_none() && wanted.is_none();
+        return if is_off { Ok((live.ranker.clone(), false)) } else { Ok((start_ranker(wanted.cloned()).await?, true)) };
+    };
+    let is_same_stage = RankerSettings { weights: wanted.weights.clone(), ..running.clone() } == *wanted;
+    if !is_same_stage {
+        return Ok((start_ranker(Some(wanted.clone())).await?, true));
+    }
+    let (ranker, directory) = (live.ranker.clone(), wanted.weights.clone());
+    let followed = tokio::task::spawn_blocking(move || ranker.follow(&directory)).await;
+    Ok((live.ranker.clone(), followed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?))
+}
+
+async fn keep_every_minute(gateway: Weak<Gateway>) {
+    let mut minutes = tokio::time::interval(KEEP);
+    minutes.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    // The first tick comes at once.
+    minutes.tick().await;
+    loop {
+        minutes.tick().await;
+        let Some(gateway) = gateway.upgrade() else { return };
+        gateway.keep().await;
+    }
 }
 
 /// Loading reads and checks tens of megabytes: not on a runtime's worker.
@@ -368,6 +468,7 @@ async fn start_ranker(settings: Option<RankerSettings>) -> Result<Ranker, Ranker
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ranker::weights::tests::tiny_directory;
 
     fn snapshot(backends: &[&str]) -> Snapshot {
         let urls: Vec<_> = backends.iter().map(|url| url.parse().unwrap()).collect();
@@ -433,6 +534,62 @@ mod tests {
         assert_eq!(live.pools[0].models.load().len(), MAX_MODELS);
         assert_eq!(live.route("model 0").unwrap().model, first);
         assert_eq!(live.route("one too many").unwrap().model, ModelId(0), "shared by all that came too late");
+    }
+
+    fn with_ranker(weights: &Path) -> Snapshot {
+        let ranker = RankerSettings { weights: weights.to_owned(), device: config::Device::Cpu, deadline: Some(Duration::from_secs(60)), threads: 1 };
+        Snapshot { ranker: Some(ranker), ..snapshot(&[A]) }
+    }
+
+    #[tokio::test]
+    async fn a_reload_follows_the_rankers_directory_and_a_damaged_one_changes_nothing() {
+        let (first, second) = (tiny_directory(1), tiny_directory(2));
+        let gateway = Gateway::start(with_ranker(first.path())).await.unwrap();
+        let version = || gateway.live().ranker.version();
+        let before = version();
+        gateway.apply(with_ranker(first.path())).await.unwrap();
+        assert_eq!(version(), before);
+        // The same place with other weights, then another place.
+        for file in ["model.safetensors", "card.json"] {
+            std::fs::copy(second.path().join(file), first.path().join(file)).unwrap();
+        }
+        gateway.apply(with_ranker(first.path())).await.unwrap();
+        let after = version();
+        assert_ne!(after, before);
+        gateway.apply(with_ranker(second.path())).await.unwrap();
+        assert_eq!(version(), after);
+        assert_eq!(gateway.live().ranker.previous(), before);
+
+        std::fs::write(first.path().join("model.safetensors"), b"damaged").unwrap();
+        std::fs::write(first.path().join("card.json"), std::fs::read(tiny_directory(3).path().join("card.json")).unwrap()).unwrap();
+        let error = gateway.apply(with_ranker(first.path())).await.unwrap_err();
+        assert!(matches!(error, ApplyError::Ranker(RankerError::Hash { .. })), "{error}");
+        assert_eq!(version(), after);
+    }
+
+    #[tokio::test]
+    async fn what_a_pool_has_learnt_is_there_after_a_restart() {
+        let state = tempfile::tempdir().unwrap();
+        let place = state.path().join("not/there/yet");
+        let with_state = || Snapshot { state: Some(place.clone()), ..snapshot(&[A]) };
+        let gateway = Gateway::start(with_state()).await.unwrap();
+        let live = gateway.live();
+        let model = live.route("llama").unwrap().model;
+        let sample = |output| crate::scheduler::Sample { model: Some(model), score: None, output, cut: false };
+        live.pools[0].dispatcher.restore(Learnt { scores: Vec::new(), samples: (0..500).map(|n| sample(1000 + n % 2)).collect(), gamma: Some(0.02) });
+        gateway.drain(Duration::ZERO).await;
+
+        let gateway = Gateway::start(with_state()).await.unwrap();
+        let live = gateway.live();
+        let view = live.pools[0].dispatcher.view().await.unwrap();
+        let known = view.models.iter().find(|known| known.model == live.route("llama").unwrap().model).unwrap();
+        assert!(known.samples > 400.0 && (known.mean_output / 1000.0 - 1.0).abs() < 0.2, "{known:?}");
+        assert_eq!(live.pools[0].dispatcher.learnt().await.unwrap().gamma, Some(0.02));
+
+        let file = state.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let error = Gateway::start(Snapshot { state: Some(file.join("below")), ..snapshot(&[A]) }).await.err().unwrap();
+        assert!(matches!(error, ApplyError::State { .. }), "{error}");
     }
 
     #[tokio::test]

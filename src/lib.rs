@@ -23,6 +23,7 @@
 //! | [`fleet`] | what is known of the backends | proxy, ranker |
 //! | [`config`] | files to one validated snapshot; the only place that knows YAML | pingora, candle |
 //! | [`gateway`] | the running whole: pools kept across reloads, one live value swapped | |
+//! | [`learnt`] | what a pool has learnt, kept over a restart | |
 //! | [`admin`] | what operators see and may do | |
 //! | [`telemetry`] | outcomes and stage timings to logs, metrics and traces; nobody below knows it | proxy, dispatcher, gateway |
 //! | [`engine`] | a model of a continuous-batching engine, and a server that runs it in real time | as `scheduler`, but for its server |
@@ -49,6 +50,8 @@ pub mod engine;
 pub mod fleet;
 #[cfg(feature = "gateway")]
 pub mod gateway;
+#[cfg(feature = "gateway")]
+pub mod learnt;
 #[cfg(feature = "gateway")]
 pub mod proxy;
 #[cfg(feature = "gateway")]

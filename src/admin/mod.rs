@@ -25,7 +25,8 @@ use tokio::net::TcpSocket;
 
 use crate::config::{ReloadError, Reloader};
 use crate::gateway::Gateway;
-use crate::scheduler::BackendId;
+use crate::ranker::RankerError;
+use crate::scheduler::{BackendId, RankerVersion};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 1024;
@@ -100,6 +101,9 @@ fn router(admin: Admin) -> Router {
         .route("/admin/pools", get(pools))
         .route("/admin/config", get(configuration))
         .route("/admin/reload", post(reload))
+        .route("/admin/ranker", get(ranker))
+        .route("/admin/ranker/reload", post(reload_ranker))
+        .route("/admin/ranker/rollback", post(rollback_ranker))
         .route("/admin/backends/{pool}/{id}/drain", post(|admin, place| drain(admin, place, true)))
         .route("/admin/backends/{pool}/{id}/undrain", post(|admin, place| drain(admin, place, false)))
         .layer(from_fn(not_from_pages))
@@ -108,6 +112,7 @@ fn router(admin: Admin) -> Router {
 
 async fn index() -> &'static str {
     "headway\n\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/pools\nGET  /admin/config\nPOST /admin/reload\n\
+     GET  /admin/ranker\nPOST /admin/ranker/reload\nPOST /admin/ranker/rollback\n\
      POST /admin/backends/{pool}/{id}/drain\nPOST /admin/backends/{pool}/{id}/undrain\n"
 }
 
@@ -164,6 +169,27 @@ async fn reload(State(admin): State<Admin>) -> Response {
         Err(ReloadError::Stopping) => StatusCode::SERVICE_UNAVAILABLE,
     };
     (status, Json(view::configuration(&admin.gateway, &admin.reloader.status()))).into_response()
+}
+
+async fn ranker(State(admin): State<Admin>) -> Response {
+    Json(view::ranker(&admin.gateway.live())).into_response()
+}
+
+async fn reload_ranker(State(admin): State<Admin>) -> Response {
+    ranker_after(&admin, admin.gateway.reload_ranker().await)
+}
+
+async fn rollback_ranker(State(admin): State<Admin>) -> Response {
+    ranker_after(&admin, admin.gateway.live().ranker.rollback())
+}
+
+/// What serves now, or why the attempt to change it failed.
+fn ranker_after(admin: &Admin, result: Result<RankerVersion, RankerError>) -> Response {
+    match result {
+        Ok(_) => Json(view::ranker(&admin.gateway.live())).into_response(),
+        Err(error @ (RankerError::Off | RankerError::NoPrevious)) => failure(StatusCode::CONFLICT, "ranker", error.to_string()),
+        Err(error) => failure(StatusCode::UNPROCESSABLE_ENTITY, "ranker", format!("{error}; the weights that ran before go on")),
+    }
 }
 
 async fn drain(State(admin): State<Admin>, PathOf((pool, id)): PathOf<(String, u32)>, drained: bool) -> Response {

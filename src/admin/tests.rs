@@ -12,6 +12,7 @@ use tokio::time::timeout;
 
 use super::*;
 use crate::config;
+use crate::ranker::weights::tests::tiny_directory;
 
 /// A gateway made from a file, and its admin address.
 struct Setup {
@@ -173,6 +174,32 @@ async fn an_address_that_is_not_ours_is_an_error() {
     let gateway = Gateway::start(config::load(&file).unwrap()).await.unwrap();
     let error = start(gateway, Some(&file), false).await.unwrap_err();
     assert!(error.to_string().contains("192.0.2.1:1"), "{error}");
+}
+
+#[tokio::test]
+async fn the_rankers_weights_are_shown_reloaded_and_taken_back() {
+    let (setup, weights) = (setup().await, tiny_directory(1));
+    assert_eq!(setup.json("POST", "/admin/ranker/reload").await.0, 409);
+    fs::write(&setup.file, format!("{FILE}ranker: {{ weights: {} }}\n", weights.path().display())).unwrap();
+    assert_eq!(setup.json("POST", "/admin/reload").await.0, 200);
+    let (status, first) = setup.json("GET", "/admin/ranker").await;
+    assert_eq!((status, first["version"].as_str().unwrap().len()), (200, 8));
+    assert_eq!(setup.json("POST", "/admin/ranker/rollback").await.0, 409, "there is nothing before it");
+
+    let other = tiny_directory(2);
+    for file in ["model.safetensors", "card.json"] {
+        fs::copy(other.path().join(file), weights.path().join(file)).unwrap();
+    }
+    let (status, second) = setup.json("POST", "/admin/ranker/reload").await;
+    assert_eq!((status, &second["previous"]), (200, &first["version"]));
+    let (status, back) = setup.json("POST", "/admin/ranker/rollback").await;
+    assert_eq!((status, &back["version"]), (200, &first["version"]));
+
+    fs::write(weights.path().join("model.safetensors"), "damaged").unwrap();
+    let (status, refused) = setup.json("POST", "/admin/ranker/reload").await;
+    assert_eq!(status, 422);
+    assert!(refused["error"]["message"].as_str().unwrap().contains("model.safetensors"), "{refused}");
+    assert_eq!(setup.json("GET", "/admin/ranker").await.1["version"], first["version"]);
 }
 
 #[tokio::test]

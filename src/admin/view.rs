@@ -9,7 +9,7 @@ use tokio::time::timeout;
 use crate::config::{self, ReloadError, ReloadStatus};
 use crate::fleet;
 use crate::gateway::{Gateway, Live, PoolRuntime};
-use crate::scheduler::{self, PoolView, Reason, Slots, Standing};
+use crate::scheduler::{self, PoolView, RankerVersion, Reason, Slots, Standing};
 
 /// How long a pool may take to describe itself: its task answers between two events.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -27,6 +27,24 @@ pub(super) async fn look(live: &Live) -> Vec<(Arc<config::Pool>, Arc<PoolRuntime
 pub(super) async fn pools(gateway: &Gateway) -> Vec<Value> {
     let live = gateway.live();
     look(&live).await.into_iter().map(|(settings, runtime, view)| pool(&settings, &runtime, view.as_ref())).collect()
+}
+
+/// Versions as eight hexadecimal digits.
+pub(super) fn ranker(live: &Live) -> Value {
+    let hex = |version: Option<RankerVersion>| version.map(|version| format!("{:08x}", version.0));
+    let counts = live.ranker.counts();
+    json!({
+        "version": hex(live.ranker.version()),
+        "previous": hex(live.ranker.previous()),
+        "directory": live.snapshot.ranker.as_ref().map(|settings| settings.weights.display().to_string()),
+        "scored": counts.scored,
+        "cached": counts.cached,
+        "busy": counts.busy,
+        "failed": counts.failed,
+        "late": counts.late,
+        "batches": counts.batches,
+        "waiting": counts.waiting,
+    })
 }
 
 fn pool(settings: &config::Pool, runtime: &PoolRuntime, view: Option<&PoolView>) -> Value {

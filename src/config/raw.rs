@@ -29,6 +29,7 @@ pub(super) struct File {
     pub policy: Option<Leaf<String>>,
     pub ranker: Option<Ranker>,
     pub telemetry: Option<Telemetry>,
+    pub state: Option<Leaf<PathBuf>>,
     pub edge: Option<Edge>,
     pub limits: Option<Limits>,
     pub timeouts: Option<Timeouts>,

@@ -26,6 +26,8 @@ pub struct Snapshot {
     pub ranker: Option<RankerSettings>,
     /// Where traces of requests go; `None`: nowhere, and none are recorded.
     pub otlp: Option<Otlp>,
+    /// The directory where pools keep what they have learnt; `None` forgets it at the end.
+    pub state: Option<PathBuf>,
     /// Body, header and wait limits of the edge.
     pub edge: Edge,
     /// The pools in the order of the file.

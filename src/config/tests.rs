@@ -56,6 +56,7 @@ listen: 127.0.0.1:${PORT}
 admin: 127.0.0.1:9099
 threads: 3
 policy: fcfs
+state: kept
 edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, half_close: true, headers: false }
 limits: { queue_requests: 10, queue_bytes: 8MiB }
 timeouts: { queue: 30s }
@@ -84,6 +85,7 @@ pools:
     .unwrap();
     assert_eq!(snapshot.listen.port(), 8123);
     assert_eq!(snapshot.threads, 3);
+    assert!(snapshot.state.as_ref().unwrap().ends_with("kept"));
     assert_eq!(snapshot.policy.name, "fcfs");
     assert_eq!(snapshot.edge.max_body, 1 << 20);
     assert!(snapshot.edge.half_close && !snapshot.edge.headers);

@@ -207,6 +207,7 @@ impl Builder<'_> {
         let ranker = file.ranker.as_ref().and_then(|ranker| self.ranker(ranker, &root.key("ranker")));
         let otlp = file.telemetry.as_ref().and_then(|telemetry| telemetry.otlp.as_ref());
         let otlp = otlp.and_then(|otlp| self.otlp(otlp, &root.key("telemetry").key("otlp")));
+        let state = file.state.as_ref().and_then(|leaf| self.state(leaf, &root.key("state")));
         let edge = self.edge(file.edge.as_ref().unwrap_or(&raw::Edge::default()), &root.key("edge"));
         let limits = self.limits(file.limits.as_ref(), &root.key("limits"), DEFAULT_LIMITS, &edge);
         let timeouts = self.timeouts(file.timeouts.as_ref(), &root.key("timeouts"), Timeouts::default());
@@ -232,7 +233,7 @@ impl Builder<'_> {
         }
         let models = self.routes(&file.pools.value, &pools, &place);
         let pools = pools.into_iter().map(Arc::new).collect();
-        Snapshot { listen, tls, admin, threads, policy, ranker, otlp, edge, pools, models, sources: std::mem::take(&mut self.sources) }
+        Snapshot { listen, tls, admin, threads, policy, ranker, otlp, state, edge, pools, models, sources: std::mem::take(&mut self.sources) }
     }
 
     fn distinct(&mut self, file: &raw::File, listen: SocketAddr, admin: SocketAddr) {
@@ -333,7 +334,21 @@ impl Builder<'_> {
         let device = self.checker.optional(raw.device.as_ref(), &place.key("device"), Device::Auto);
         let deadline = raw.deadline.as_ref().map(|leaf| self.checker.duration(Some(leaf), &place.key("deadline"), Duration::from_millis(50)));
         let threads = self.checker.number(raw.threads.as_ref(), &place.key("threads"), 0..=1024, 0) as usize;
-        Some(RankerSettings { weights: weights?, device, deadline, threads })
+        let weights = weights?;
+        // The card names every other file of the directory by its hash: no change of the ranker leaves it as it was.
+        self.sources.push(weights.join("card.json"));
+        Some(RankerSettings { weights, device, deadline, threads })
+    }
+
+    /// A directory that is there, or can be made when it is needed.
+    fn state(&mut self, leaf: &Leaf<PathBuf>, place: &Place) -> Option<PathBuf> {
+        let directory = self.path(leaf, place)?;
+        if directory.exists() && !directory.is_dir() {
+            let mistake =
+                Mistake::new(format!("{} is not a directory", directory.display()), "name a directory of its own; it is made if it is missing");
+            self.checker.problem(leaf.text.referenced, place, mistake);
+        }
+        Some(directory)
     }
 
     fn otlp(&mut self, raw: &raw::Otlp, place: &Place) -> Option<Otlp> {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
@@ -23,9 +23,12 @@ pub use permit::Permit;
 pub use ticket::{Rejection, Ticket};
 
 use crate::scheduler::{
-    Action, BackendId, BackendState, Event, Facts, Limits, Load, ModelId, Policy, PoolView, Reason, Request, RequestId, Scheduler, Scored, Time,
-    Tokens, Weight,
+    Action, BackendId, BackendState, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, Reason, Request, RequestId, Scheduler, Scored,
+    Time, Tokens, Weight,
 };
+
+/// More waiting requests than this are not ordered anew on a thread that others need.
+const MANY: usize = 4096;
 
 /// What a pool's scheduler starts with.
 #[derive(Clone, Debug)]
@@ -79,6 +82,8 @@ enum Message {
     Happened(Event),
     View(oneshot::Sender<PoolView>),
     Move(Handle),
+    Restore(Box<Learnt>),
+    Learnt(oneshot::Sender<Learnt>),
     Drain { deadline: Instant, done: oneshot::Sender<Drained> },
 }
 
@@ -164,6 +169,18 @@ impl Dispatcher {
     /// The owner task goes on in another runtime: where the requests are, a message to it or from it wakes no other thread.
     pub fn move_to(&self, runtime: Handle) {
         self.send(Message::Move(runtime));
+    }
+
+    /// Adds what was learnt before, or what ships with a ranker.
+    pub fn restore(&self, learnt: Learnt) {
+        self.send(Message::Restore(Box::new(learnt)));
+    }
+
+    /// What was learnt so far; `None` once the task has ended.
+    pub async fn learnt(&self) -> Option<Learnt> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Learnt(reply));
+        answer.await.ok()
     }
 
     /// What the pool looks like now; `None` once its task has ended.
@@ -276,6 +293,8 @@ impl Owner {
             }
             // A reader that has stopped waiting for the answer is no concern of the pool.
             Message::View(reply) => drop(reply.send(self.scheduler.view())),
+            Message::Restore(learnt) => self.scheduler.restore(&learnt),
+            Message::Learnt(reply) => drop(reply.send(self.scheduler.learnt())),
             // `run` has taken it.
             Message::Move(_) => {}
             Message::Drain { deadline, done } => {
@@ -287,7 +306,15 @@ impl Owner {
 
     fn handle(&mut self, event: Event) {
         let mut actions = std::mem::take(&mut self.actions);
-        self.scheduler.handle(time_since(self.start), event, &mut actions);
+        let now = time_since(self.start);
+        let all_wait =
+            self.waiting.len() > MANY && (self.scheduler.chores_due(now) || matches!(event, Event::PolicyChanged(_) | Event::LimitsChanged(_)));
+        if all_wait && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread {
+            // Ordering so many anew takes milliseconds: connections of this thread go on on another.
+            tokio::task::block_in_place(|| self.scheduler.handle(now, event, &mut actions));
+        } else {
+            self.scheduler.handle(now, event, &mut actions);
+        }
         for action in actions.drain(..) {
             self.perform(action);
         }

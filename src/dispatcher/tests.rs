@@ -258,3 +258,14 @@ fn the_owner_goes_on_in_another_runtime_with_all_it_had() {
         assert_eq!(load(&pool).await, (0, 0, 0));
     });
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+async fn thousands_are_ordered_anew_and_nobody_is_lost() {
+    let pool = Dispatcher::spawn(Settings { limits: Limits { queue_requests: 10_000, queue_bytes: 1 << 30, max_output: 4096 }, ..settings() });
+    pool.backend_changed(A, backend(0, Standing::Healthy));
+    let tickets: Vec<Ticket> = (0..2 * MANY).map(|_| pool.enqueue(arrival(&pool))).collect();
+    pool.policy_changed(settings().policy);
+    assert_eq!(load(&pool).await.0, 2 * MANY);
+    drop(tickets);
+    assert_eq!(load(&pool).await, (0, 0, 0));
+}

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::cache::{Cache, TextKey};
 use super::tokenizer::Pieces;
 use super::{Neutral, PromptText};
-use crate::scheduler::{RankerVersion, Score, Scored};
+use crate::scheduler::{Learnt, RankerVersion, Score, Scored};
 
 /// What the threads need of a model. A trait so that tests can script one.
 pub(super) trait Model: Send + Sync {
@@ -20,11 +20,12 @@ pub(super) trait Model: Send + Sync {
     fn scores(&self, batch: &[Pieces]) -> Result<Vec<f32>, super::RankerError>;
 }
 
-/// A verified model and the name of its weights. One value, so that no score can carry the version of another model.
+/// A verified model, the name of its weights and what to expect of its scores. One value, so that no score can carry the version of another model.
 #[derive(Clone)]
 pub(super) struct Loaded {
     pub(super) model: Arc<dyn Model>,
     pub(super) version: RankerVersion,
+    pub(super) prior: Arc<Learnt>,
 }
 
 /// Limits of the stage.
@@ -142,14 +143,15 @@ impl Batcher {
     }
 
     /// Lets other weights score from the next batch on. A batch in hand finishes with the old ones and carries their version.
-    pub(super) fn swap(&self, loaded: Loaded) {
+    /// Returns what was served until now.
+    pub(super) fn swap(&self, loaded: Loaded) -> Loaded {
         let mut state = self.shared.lock();
-        state.loaded = loaded;
         state.cache.clear();
+        std::mem::replace(&mut state.loaded, loaded)
     }
 
-    pub(super) fn version(&self) -> RankerVersion {
-        self.shared.lock().loaded.version
+    pub(super) fn loaded(&self) -> Loaded {
+        self.shared.lock().loaded.clone()
     }
 
     pub(super) fn counts(&self) -> Counts {
@@ -347,7 +349,7 @@ mod tests {
         let (seen_tx, seen) = mpsc::channel();
         let (reply, replies) = mpsc::channel();
         let model = Arc::new(Scripted { seen: seen_tx, replies: Mutex::new(replies) });
-        (Loaded { model, version: RankerVersion(version) }, seen, reply)
+        (Loaded { model, version: RankerVersion(version), prior: Arc::default() }, seen, reply)
     }
 
     fn text(length: usize) -> PromptText {
@@ -453,7 +455,7 @@ mod tests {
         assert_eq!(fixture.seen.recv().unwrap(), [2]);
         let (loaded, seen, reply) = scripted(2);
         fixture.batcher().swap(loaded);
-        assert_eq!(fixture.batcher().version(), RankerVersion(2));
+        assert_eq!(fixture.batcher().loaded().version, RankerVersion(2));
         fixture.reply.send(Reply::Lengths(1.0)).unwrap();
         assert_eq!(old.blocking_recv().unwrap(), scored(2.0, 1));
         let new = fixture.submit(2);

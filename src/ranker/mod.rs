@@ -13,17 +13,17 @@ pub mod weights;
 
 use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::config::{Device, RankerSettings};
-use crate::scheduler::{RankerVersion, Scored};
+use crate::scheduler::{Learnt, RankerVersion, Scored};
 
 pub use batcher::Counts;
 pub use weights::RankerError;
 
 use batcher::{Batcher, Bounds, Loaded, Submitted};
-use weights::Package;
+use weights::{Card, Package};
 
 /// How long a request waits for its score on a CPU, unless configured.
 const CPU_DEADLINE: Duration = Duration::from_millis(50);
@@ -93,8 +93,19 @@ struct Stage {
     batcher: Batcher,
     deadline: Duration,
     device: Device,
+    /// One change of weights at a time.
+    changes: Mutex<Changes>,
     /// Two independently keyed hashes name a text.
     hashers: [RandomState; 2],
+}
+
+/// What a rollback goes by.
+#[derive(Default)]
+struct Changes {
+    /// The weights before the present ones.
+    previous: Option<Loaded>,
+    /// An operator has gone back from these: only asking for them brings them in again.
+    rejected: Option<RankerVersion>,
 }
 
 impl Ranker {
@@ -120,7 +131,9 @@ impl Ranker {
     }
 
     fn over(batcher: Batcher, deadline: Duration, device: Device) -> Ranker {
-        Ranker { stage: Some(Arc::new(Stage { batcher, deadline, device, hashers: [RandomState::new(), RandomState::new()] })) }
+        Ranker {
+            stage: Some(Arc::new(Stage { batcher, deadline, device, changes: Mutex::default(), hashers: [RandomState::new(), RandomState::new()] })),
+        }
     }
 
     /// The score of this text, or why there is none; at most one deadline later.
@@ -145,15 +158,59 @@ impl Ranker {
     /// As for [`Ranker::start`]; the old weights go on serving. [`RankerError::Off`] where no ranker runs.
     pub fn reload(&self, directory: &Path) -> Result<RankerVersion, RankerError> {
         let stage = self.stage.as_ref().ok_or(RankerError::Off)?;
+        let mut changes = stage.changes();
         let loaded = loaded(Package::load(directory, stage.device)?);
         let version = loaded.version;
-        stage.batcher.swap(loaded);
+        let old = stage.batcher.swap(loaded);
+        // Loading the same again leaves the way back open.
+        if old.version != version {
+            changes.previous = Some(old);
+        }
+        changes.rejected = None;
+        Ok(version)
+    }
+
+    /// Takes over what the directory holds, if that is neither what runs nor what an operator went back from. True if the weights have changed.
+    ///
+    /// # Errors
+    /// As for [`Ranker::reload`].
+    pub fn follow(&self, directory: &Path) -> Result<bool, RankerError> {
+        let stage = self.stage.as_ref().ok_or(RankerError::Off)?;
+        let found = Some(Card::read(directory)?.version());
+        if found == self.version() || found == stage.changes().rejected {
+            return Ok(false);
+        }
+        self.reload(directory).map(|_| true)
+    }
+
+    /// Goes back to the weights before the present ones; once more, and it goes forth again. What the directory holds then stays out until it changes.
+    ///
+    /// # Errors
+    /// [`RankerError::NoPrevious`] if the weights have not changed yet, [`RankerError::Off`] where no ranker runs.
+    pub fn rollback(&self) -> Result<RankerVersion, RankerError> {
+        let stage = self.stage.as_ref().ok_or(RankerError::Off)?;
+        let mut changes = stage.changes();
+        let previous = changes.previous.take().ok_or(RankerError::NoPrevious)?;
+        let version = previous.version;
+        let left = stage.batcher.swap(previous);
+        changes.rejected = Some(left.version);
+        changes.previous = Some(left);
         Ok(version)
     }
 
     /// Whose scores are given out now; `None` where no ranker runs.
     pub fn version(&self) -> Option<RankerVersion> {
-        self.stage.as_ref().map(|stage| stage.batcher.version())
+        self.stage.as_ref().map(|stage| stage.batcher.loaded().version)
+    }
+
+    /// What a rollback would bring back.
+    pub fn previous(&self) -> Option<RankerVersion> {
+        self.stage.as_ref()?.changes().previous.as_ref().map(|previous| previous.version)
+    }
+
+    /// What to expect of these scores before anything has been observed.
+    pub fn prior(&self) -> Arc<Learnt> {
+        self.stage.as_ref().map(|stage| stage.batcher.loaded().prior).unwrap_or_default()
     }
 
     /// What has happened so far; all zero where no ranker runs.
@@ -162,15 +219,21 @@ impl Ranker {
     }
 }
 
+impl Stage {
+    fn changes(&self) -> MutexGuard<'_, Changes> {
+        // Its fields are set one after the other, each sound alone.
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 fn loaded(package: Package) -> Loaded {
-    let version = package.version();
-    Loaded { model: Arc::new(package), version }
+    let (version, prior) = (package.version(), Arc::new(package.prior()));
+    Loaded { model: Arc::new(package), version, prior }
 }
 
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc;
-    use std::sync::{Mutex, PoisonError};
 
     use super::batcher::Model;
     use super::tokenizer::Pieces;
@@ -218,7 +281,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_request_goes_on_at_its_deadline() {
         let (gate, closed) = mpsc::channel();
-        let loaded = Loaded { model: Arc::new(Gated(Mutex::new(closed))), version: RankerVersion(1) };
+        let loaded = Loaded { model: Arc::new(Gated(Mutex::new(closed))), version: RankerVersion(1), prior: Arc::default() };
         let deadline = Duration::from_millis(50);
         let ranker = Ranker::over(Batcher::start(loaded, Bounds::CPU, 1).unwrap(), deadline, Device::Cpu);
         let start = tokio::time::Instant::now();
@@ -274,6 +337,64 @@ mod tests {
         std::fs::write(old.path().join("model.safetensors"), b"damaged").unwrap();
         assert!(matches!(ranker.reload(old.path()), Err(RankerError::Hash { .. })));
         assert_eq!(scored(&ranker, "hello").await, after);
+    }
+
+    #[tokio::test]
+    async fn a_directory_is_followed_unless_an_operator_went_back_from_it() {
+        let (old, new) = (tiny_directory(1), tiny_directory(2));
+        let ranker = Ranker::start(settings(old.path())).unwrap();
+        let first = ranker.version().unwrap();
+        assert!(matches!(ranker.rollback(), Err(RankerError::NoPrevious)));
+        assert!(!ranker.follow(old.path()).unwrap(), "it runs already");
+        assert!(ranker.follow(new.path()).unwrap());
+        let second = ranker.version().unwrap();
+        assert_eq!(ranker.previous(), Some(first));
+
+        assert_eq!(ranker.rollback().unwrap(), first);
+        assert!(!ranker.follow(new.path()).unwrap(), "rejected");
+        assert_eq!(scored(&ranker, "hello").await.version, first);
+        assert_eq!(ranker.rollback().unwrap(), second, "and forth");
+        assert_eq!(ranker.rollback().unwrap(), first);
+        assert_eq!(ranker.reload(new.path()).unwrap(), second, "asked for by name");
+
+        std::fs::write(new.path().join("card.json"), b"{}").unwrap();
+        assert!(matches!(ranker.follow(new.path()), Err(RankerError::Card(_))));
+        assert_eq!(ranker.version(), Some(second));
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_thousand_swaps_under_load_fail_no_request_and_mix_no_versions() {
+        const SWAPS: usize = 1000;
+        let directories = [tiny_directory(1), tiny_directory(2)];
+        let texts = ["hello", "worlds a b", "a b c d e", ""];
+        // What each version says, so that a score of one under the name of the other is found.
+        let mut truth = std::collections::HashMap::new();
+        for directory in &directories {
+            let alone = Ranker::start(settings(directory.path())).unwrap();
+            for text in texts {
+                let score = scored(&alone, text).await;
+                truth.insert((score.version.0, text), score.score);
+            }
+        }
+        let ranker = Ranker::start(settings(directories[0].path())).unwrap();
+        let swapping = {
+            let ranker = ranker.clone();
+            tokio::task::spawn_blocking(move || {
+                for swap in 0..SWAPS {
+                    ranker.reload(directories[(swap + 1) % 2].path()).unwrap();
+                }
+            })
+        };
+        let mut seen = std::collections::BTreeMap::new();
+        while !swapping.is_finished() {
+            for text in texts {
+                let score = scored(&ranker, text).await;
+                assert!((score.score.get() - truth[&(score.version.0, text)].get()).abs() < 1e-5, "{text:?}");
+                *seen.entry(score.version.0).or_insert(0) += 1;
+            }
+        }
+        swapping.await.unwrap();
+        assert_eq!(seen.len(), 2, "{seen:?}");
     }
 
     #[test]

@@ -13,7 +13,7 @@ use super::batcher;
 use super::model::{Config, ENCODER, HEAD, Model};
 use super::tokenizer::{Pieces, Tokenizer, Truncation};
 use crate::config::Device;
-use crate::scheduler::RankerVersion;
+use crate::scheduler::{Learnt, RankerVersion, Sample, Score, Scored};
 
 /// The tensors.
 pub(crate) const WEIGHTS: &str = "model.safetensors";
@@ -23,6 +23,8 @@ pub(crate) const CONFIG: &str = "config.json";
 pub(crate) const TOKENIZER: &str = "tokenizer.json";
 /// What was trained, how, and how to tell that it arrived whole.
 pub(crate) const CARD: &str = "card.json";
+/// How many answers each bin of the shipped calibration stands for: enough to order by from the first request, few enough to be outvoted within minutes.
+const WORTH: usize = 16;
 /// Layout of the directory that this program reads and writes.
 pub(crate) const FORMAT: u32 = 1;
 
@@ -53,6 +55,8 @@ pub enum RankerError {
     Compute(String),
     #[error("no ranker is running")]
     Off,
+    #[error("there are no weights to go back to")]
+    NoPrevious,
 }
 
 /// `card.json`: the model card, as far as it is read again. Free text and figures live in [`Card::about`].
@@ -73,6 +77,35 @@ pub struct Card {
     pub calibration: Vec<Calibration>,
     /// Data, licences, settings and figures of the training.
     pub about: serde_json::Value,
+}
+
+impl Card {
+    /// The card of a directory, whose other files nobody has looked at.
+    pub(crate) fn read(directory: &Path) -> Result<Card, RankerError> {
+        let card: Card = serde_json::from_slice(&read(directory, CARD)?).map_err(|error| RankerError::Card(error.to_string()))?;
+        if card.format != FORMAT {
+            return Err(RankerError::Card(format!("format {} is not one that this program reads ({FORMAT})", card.format)));
+        }
+        Ok(card)
+    }
+
+    /// Everything that decides a score names it, so that a restart with the same directory finds its calibration again.
+    pub(crate) fn version(&self) -> RankerVersion {
+        let name = digest(&SHA256, format!("{:?} {:?}", self.files, self.truncation).as_bytes());
+        RankerVersion(name.as_ref().iter().take(4).fold(0, |version, byte| version << 8 | u32::from(*byte)))
+    }
+
+    /// What to expect of its scores before anything has been observed.
+    fn prior(&self) -> Learnt {
+        let version = self.version();
+        let bins = self.calibration.iter().filter_map(|bin| Some((Scored { score: Score::new(bin.from_score)?, version }, bin.tokens)));
+        let (mut scores, mut samples) = (Vec::new(), Vec::new());
+        for (scored, output) in bins {
+            scores.push(scored);
+            samples.extend([Sample { model: None, score: Some(scored), output, cut: false }; WORTH]);
+        }
+        Learnt { scores, samples, gamma: None }
+    }
 }
 
 /// A prompt and its score.
@@ -106,11 +139,7 @@ pub(crate) struct Package {
 impl Package {
     /// Reads and verifies: hashes, configuration, tokenizer, shapes, finite numbers, golden scores.
     pub(crate) fn load(directory: &Path, device: Device) -> Result<Package, RankerError> {
-        let card = read(directory, CARD)?;
-        let card: Card = serde_json::from_slice(&card).map_err(|error| RankerError::Card(error.to_string()))?;
-        if card.format != FORMAT {
-            return Err(RankerError::Card(format!("format {} is not one that this program reads ({FORMAT})", card.format)));
-        }
+        let card = Card::read(directory)?;
         if card.golden.is_empty() {
             return Err(RankerError::Card("no golden prompts to verify the weights with".into()));
         }
@@ -136,10 +165,7 @@ impl Package {
         let tensors = tensors(&weights)?;
         let vb = VarBuilder::from_tensors(tensors, DType::F32, &device);
         let model = Model::new(&config, vb).map_err(|error| RankerError::Weights(error.to_string()))?;
-        // Everything that decides a score names it, so that a restart with the same directory finds its calibration again.
-        let name = digest(&SHA256, format!("{:?} {:?}", card.files, card.truncation).as_bytes());
-        let version = name.as_ref().iter().take(4).fold(0, |version, byte| version << 8 | u32::from(*byte));
-        let package = Package { tokenizer, model, card, version: RankerVersion(version), device };
+        let package = Package { tokenizer, model, version: card.version(), card, device };
         package.verify_golden()?;
         Ok(package)
     }
@@ -165,6 +191,10 @@ impl Package {
 
     pub(crate) fn version(&self) -> RankerVersion {
         self.version
+    }
+
+    pub(crate) fn prior(&self) -> Learnt {
+        self.card.prior()
     }
 
     pub(crate) fn on_gpu(&self) -> bool {
@@ -321,6 +351,19 @@ pub(crate) mod tests {
             Ok(_) => panic!("accepted"),
             Err(error) => error,
         }
+    }
+
+    #[test]
+    fn the_shipped_calibration_orders_before_anything_was_seen() {
+        let directory = tiny_directory(1);
+        let bins = [(-1.0, 50), (0.5, 400)].map(|(from_score, tokens)| Calibration { from_score, tokens });
+        write_card(directory.path(), &Card { calibration: bins.into(), ..card(directory.path()) });
+        let package = Package::load(directory.path(), Device::Cpu).unwrap();
+        let prior = package.prior();
+        let scored = |score| Scored { score: Score::new(score).unwrap(), version: package.version() };
+        assert_eq!(prior.scores, [scored(-1.0), scored(0.5)]);
+        assert_eq!(prior.samples.len(), 2 * WORTH);
+        assert_eq!(prior.samples[WORTH], Sample { model: None, score: Some(scored(0.5)), output: 400, cut: false });
     }
 
     #[test]

@@ -161,6 +161,11 @@ impl Scheduler {
         Some(self.next_look.min(*expires))
     }
 
+    /// Whether the next event at `now` first looks after everything that waits and may order it anew: milliseconds where tens of thousands wait.
+    pub fn chores_due(&self, now: Time) -> bool {
+        now >= self.next_look
+    }
+
     /// What was learnt of answers and of the tail, for the next start.
     pub fn learnt(&self) -> Learnt {
         let (scores, samples) = self.calibration.learnt();
