@@ -127,11 +127,8 @@ impl PoolRuntime {
             siblings: Siblings::default(),
         };
         let kept = pool.keeper.as_ref().and_then(|keeper| keeper.read(|name| pool.model_id(name))).unwrap_or_default();
-        let is_new = kept.scores.iter().all(|scored| Some(scored.version) != ranker.version());
         pool.dispatcher.restore(kept);
-        if is_new {
-            pool.dispatcher.restore(Learnt::clone(&ranker.prior()));
-        }
+        pool.dispatcher.restore(Learnt::clone(&ranker.prior()));
         pool
     }
 
@@ -144,8 +141,12 @@ impl PoolRuntime {
         let Some(learnt) = self.dispatcher.learnt().await else { return };
         let pool = Arc::clone(self);
         let written = tokio::task::spawn_blocking(move || pool.keeper.as_ref().map(|keeper| keeper.write(&learnt, &pool.models.load())));
-        if let Ok(Some(Err(error))) = written.await {
-            tracing::warn!("what a pool has learnt cannot be kept: {error}");
+        match written.await {
+            Ok(Some(Err(error))) => tracing::warn!("{error}"),
+            Ok(_) => {}
+            Err(stopped) if stopped.is_panic() => std::panic::resume_unwind(stopped.into_panic()),
+            // The runtime ends.
+            Err(_) => {}
         }
     }
 
@@ -324,16 +325,14 @@ impl Gateway {
         let (collector, wanted) = (live.snapshot.otlp.as_ref(), snapshot.otlp.as_ref());
         unchanged("telemetry.otlp.endpoint", collector.map(|otlp| &otlp.endpoint), wanted.map(|otlp| &otlp.endpoint))?;
         unchanged("telemetry.otlp.service_name", collector.map(|otlp| &otlp.service_name), wanted.map(|otlp| &otlp.service_name))?;
-        let (ranker, is_new) = next_ranker(&live, snapshot.ranker.as_ref()).await?;
+        let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
         for (index, settings) in snapshot.pools.iter().enumerate() {
             let running = live.snapshot.pools.iter().position(|pool| pool.name == settings.name).map(|index| Arc::clone(&live.pools[index]));
             pools.push(match running {
                 Some(pool) => {
                     pool.apply(settings);
-                    if is_new {
-                        pool.dispatcher.restore(Learnt::clone(&ranker.prior()));
-                    }
+                    pool.dispatcher.restore(Learnt::clone(&ranker.prior()));
                     pool
                 }
                 None => {
@@ -347,6 +346,9 @@ impl Gateway {
         }
         if let (Some(tracer), Some(otlp)) = (&self.tracer, &snapshot.otlp) {
             tracer.sample(otlp.sample);
+        }
+        for gone in live.pools.iter().filter(|pool| !pools.iter().any(|stays| Arc::ptr_eq(pool, stays))) {
+            gone.keep().await;
         }
         self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, pools }));
         Ok(())
@@ -380,21 +382,32 @@ impl Gateway {
     ///
     /// # Errors
     /// As for [`Ranker::reload`]; the old weights go on serving.
-    pub async fn reload_ranker(&self) -> Result<RankerVersion, RankerError> {
-        let _one_at_a_time = self.reload.lock().await;
-        let live = self.live();
-        let Some(settings) = live.snapshot.ranker.clone() else { return Err(RankerError::Off) };
-        let (ranker, before) = (live.ranker.clone(), live.ranker.version());
-        let reloaded = tokio::task::spawn_blocking(move || ranker.reload(&settings.weights)).await;
-        let version = reloaded.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?;
-        if before != Some(version) {
+    pub async fn reload_ranker(self: &Arc<Self>) -> Result<RankerVersion, RankerError> {
+        let gateway = Arc::clone(self);
+        // A task of its own: whoever asked may leave in the middle.
+        let reloading = tokio::spawn(async move {
+            let _one_at_a_time = gateway.reload.lock().await;
+            let live = gateway.live();
+            let Some(settings) = live.snapshot.ranker.clone() else { return Err(RankerError::Off) };
+            let ranker = live.ranker.clone();
+            let version = apart(move || ranker.reload(&settings.weights)).await?;
             live.pools.iter().for_each(|pool| pool.dispatcher.restore(Learnt::clone(&live.ranker.prior())));
-        }
-        Ok(version)
+            Ok(version)
+        });
+        reloading.await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
+    }
+
+    /// Goes back to the weights before the present ones.
+    ///
+    /// # Errors
+    /// As for [`Ranker::rollback`].
+    pub async fn rollback_ranker(&self) -> Result<RankerVersion, RankerError> {
+        let _one_at_a_time = self.reload.lock().await;
+        self.live().ranker.rollback()
     }
 
     /// Writes down what the pools have learnt.
-    async fn keep(&self) {
+    pub async fn keep(&self) {
         for pool in &self.live().pools {
             pool.keep().await;
         }
@@ -408,9 +421,7 @@ impl Gateway {
             let dispatcher = pool.dispatcher.clone();
             drains.spawn(async move { dispatcher.drain(within).await });
         }
-        let drained = drains.join_all().await;
-        self.keep().await;
-        drained.into_iter().fold(Drained { turned_away: 0, running: 0 }, |sum, pool| Drained {
+        drains.join_all().await.into_iter().fold(Drained { turned_away: 0, running: 0 }, |sum, pool| Drained {
             turned_away: sum.turned_away + pool.turned_away,
             running: sum.running + pool.running,
         })
@@ -427,19 +438,21 @@ fn unchanged<T: PartialEq + std::fmt::Debug>(field: &'static str, old: T, new: T
     if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: format!("{old:?}"), new: format!("{new:?}") }) }
 }
 
-/// The ranker that the next configuration asks for, and whether its scores are new to the pools. The running one stays as far as it can.
-async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<(Ranker, bool), RankerError> {
-    let (Some(running), Some(wanted)) = (&live.snapshot.ranker, wanted) else {
-        let is_off = live.snapshot.ranker.is_none() && wanted.is_none();
-        return if is_off { Ok((live.ranker.clone(), false)) } else { Ok((start_ranker(wanted.cloned()).await?, true)) };
+/// The ranker that the next configuration asks for. The running one stays as far as it can.
+async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ranker, RankerError> {
+    let stays = match (&live.snapshot.ranker, wanted) {
+        (None, None) => return Ok(live.ranker.clone()),
+        (Some(running), Some(wanted)) => RankerSettings { weights: wanted.weights.clone(), ..running.clone() } == *wanted,
+        _ => false,
     };
-    let is_same_stage = RankerSettings { weights: wanted.weights.clone(), ..running.clone() } == *wanted;
-    if !is_same_stage {
-        return Ok((start_ranker(Some(wanted.clone())).await?, true));
+    match wanted {
+        Some(wanted) if stays => {
+            let (ranker, directory) = (live.ranker.clone(), wanted.weights.clone());
+            apart(move || ranker.follow(&directory)).await?;
+            Ok(live.ranker.clone())
+        }
+        wanted => start_ranker(wanted.cloned()).await,
     }
-    let (ranker, directory) = (live.ranker.clone(), wanted.weights.clone());
-    let followed = tokio::task::spawn_blocking(move || ranker.follow(&directory)).await;
-    Ok((live.ranker.clone(), followed.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?))
 }
 
 async fn keep_every_minute(gateway: Weak<Gateway>) {
@@ -450,19 +463,24 @@ async fn keep_every_minute(gateway: Weak<Gateway>) {
     loop {
         minutes.tick().await;
         let Some(gateway) = gateway.upgrade() else { return };
+        // From then on the end of the process writes.
+        if gateway.draining() {
+            return;
+        }
         gateway.keep().await;
     }
 }
 
-/// Loading reads and checks tens of megabytes: not on a runtime's worker.
 async fn start_ranker(settings: Option<RankerSettings>) -> Result<Ranker, RankerError> {
     match settings {
         None => Ok(Ranker::off()),
-        Some(settings) => match tokio::task::spawn_blocking(move || Ranker::start(settings)).await {
-            Ok(result) => result,
-            Err(panic) => std::panic::resume_unwind(panic.into_panic()),
-        },
+        Some(settings) => apart(move || Ranker::start(settings)).await,
     }
+}
+
+/// Loading reads and checks tens of megabytes: not on a runtime's worker.
+async fn apart<T: Send + 'static>(load: impl FnOnce() -> T + Send + 'static) -> T {
+    tokio::task::spawn_blocking(load).await.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))
 }
 
 #[cfg(test)]
@@ -577,7 +595,7 @@ mod tests {
         let model = live.route("llama").unwrap().model;
         let sample = |output| crate::scheduler::Sample { model: Some(model), score: None, output, cut: false };
         live.pools[0].dispatcher.restore(Learnt { scores: Vec::new(), samples: (0..500).map(|n| sample(1000 + n % 2)).collect(), gamma: Some(0.02) });
-        gateway.drain(Duration::ZERO).await;
+        gateway.keep().await;
 
         let gateway = Gateway::start(with_state()).await.unwrap();
         let live = gateway.live();

@@ -1,10 +1,11 @@
 //! What a pool has learnt of answer lengths, kept over a restart: one file per pool, replaced as a whole.
 
-use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::hash::{Hash, Hasher};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -14,6 +15,10 @@ use crate::scheduler::{Learnt, ModelId, RankerVersion, Sample, Score, Scored};
 
 /// Layout of the file; others are not read.
 const FORMAT: u32 = 1;
+/// Answers that one file holds, shared by the pool's models; about 40 bytes each.
+const ANSWERS: usize = 16_384;
+/// Bytes of the largest file that is read.
+const LARGEST: u64 = 16 << 20;
 
 /// The file of one pool.
 #[derive(Debug)]
@@ -23,11 +28,21 @@ pub struct Keeper {
     written: Mutex<Option<u64>>,
 }
 
+/// Why what a pool has learnt could not be written.
+#[derive(Debug, thiserror::Error)]
+#[error("{} cannot be written, a restart learns anew: {source}", path.display())]
+pub struct NotKept {
+    path: PathBuf,
+    source: io::Error,
+}
+
 /// Why a file is of no use.
 #[derive(Debug, thiserror::Error)]
 enum Damage {
     #[error("{0}")]
     Json(#[from] serde_json::Error),
+    #[error("it is larger than {LARGEST} bytes")]
+    TooLarge,
     #[error("its format is {0}, this program reads {FORMAT}")]
     Format(u32),
     #[error("an answer names model {0}, of which there is no name")]
@@ -36,6 +51,11 @@ enum Damage {
     NotANumber,
 }
 
+/// A score and the version of its ranker, short because a file holds thousands.
+type ScoredRow = (u32, f32);
+/// Place in the list of models, score, tokens, and whether the answer was cut there.
+type AnswerRow = (Option<usize>, Option<ScoredRow>, u32, bool);
+
 /// [`Learnt`] with models by name, since ids are given out anew at every start.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -43,10 +63,9 @@ struct Document {
     format: u32,
     gamma: Option<f64>,
     models: Vec<String>,
-    /// Ranker and score, oldest first.
-    scores: Vec<(u32, f32)>,
-    /// Place in `models`, ranker and score, tokens, whether it was cut there; oldest first.
-    answers: Vec<(Option<usize>, Option<(u32, f32)>, u32, bool)>,
+    /// Oldest first, as the answers.
+    scores: Vec<ScoredRow>,
+    answers: Vec<AnswerRow>,
 }
 
 impl Keeper {
@@ -57,7 +76,11 @@ impl Keeper {
 
     /// What was kept, with the ids that `id` gives to names. A damaged file is set aside under another name, and a warning says so.
     pub fn read(&self, id: impl Fn(&str) -> ModelId) -> Option<Learnt> {
-        let text = match fs::read(&self.path) {
+        let read = fs::File::open(&self.path).and_then(|file| {
+            let mut text = Vec::new();
+            file.take(LARGEST + 1).read_to_end(&mut text).map(|_| text)
+        });
+        let text = match read {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return None,
             Err(error) => {
@@ -80,7 +103,11 @@ impl Keeper {
     ///
     /// # Errors
     /// The directory or the file cannot be written; the old file is whole.
-    pub fn write(&self, learnt: &Learnt, models: &BTreeMap<String, ModelId>) -> io::Result<()> {
+    pub fn write(&self, learnt: &Learnt, models: &BTreeMap<String, ModelId>) -> Result<(), NotKept> {
+        self.replace(learnt, models).map_err(|source| NotKept { path: self.path.clone(), source })
+    }
+
+    fn replace(&self, learnt: &Learnt, models: &BTreeMap<String, ModelId>) -> io::Result<()> {
         let text = serde_json::to_vec(&document(learnt, models))?;
         let mut hasher = DefaultHasher::new();
         text.hash(&mut hasher);
@@ -89,41 +116,67 @@ impl Keeper {
         if *written == Some(hash) {
             return Ok(());
         }
-        let new = self.path.with_extension("new");
-        let mut file = fs::File::create(&new)?;
-        file.write_all(&text)?;
-        // On the disk before it takes the old one's name: a crash leaves one whole file or the other.
-        file.sync_all()?;
-        fs::rename(&new, &self.path)?;
-        *written = Some(hash);
-        Ok(())
+        // Of this process alone: during a hand-over there are two.
+        let new = self.path.with_extension(format!("{}.new", std::process::id()));
+        let replaced = write_whole(&new, &text).and_then(|()| fs::rename(&new, &self.path));
+        match &replaced {
+            Ok(()) => *written = Some(hash),
+            // Nothing more can be done about what is left of it.
+            Err(_) => _ = fs::remove_file(&new),
+        }
+        replaced
     }
 }
 
+/// Writes a new file that only this user reads: names of models are nobody else's business.
+fn write_whole(path: &Path, text: &[u8]) -> io::Result<()> {
+    // A process that had the same id may have left one.
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(text)?;
+    // On the disk before it takes the old one's name: a crash leaves one whole file or the other.
+    file.sync_all()
+}
+
 fn document(learnt: &Learnt, models: &BTreeMap<String, ModelId>) -> Document {
-    let places: BTreeMap<ModelId, usize> = models.values().enumerate().map(|(place, &id)| (id, place)).collect();
+    // Only names with answers: a name that somebody made up must not take a place in the next process too.
+    let answered: BTreeSet<ModelId> = learnt.samples.iter().filter_map(|sample| sample.model).collect();
+    let named: Vec<(&String, ModelId)> = models.iter().map(|(name, &id)| (name, id)).filter(|(_, id)| answered.contains(id)).collect();
+    let places: BTreeMap<ModelId, usize> = named.iter().enumerate().map(|(place, &(_, id))| (id, place)).collect();
+    let share = ANSWERS / (answered.len() + 1);
+    let mut taken: BTreeMap<Option<ModelId>, usize> = BTreeMap::new();
     let scored = |scored: Scored| (scored.version.0, scored.score.get());
-    let answers = learnt.samples.iter().map(|sample| {
-        let place = sample.model.and_then(|model| places.get(&model).copied());
-        (place, sample.score.map(scored), sample.output, sample.cut)
+    let newest = learnt.samples.iter().rev().filter(|sample| {
+        let taken = taken.entry(sample.model).or_default();
+        *taken += 1;
+        *taken <= share
     });
+    let place = |model: Option<ModelId>| model.and_then(|model| places.get(&model).copied());
+    let mut answers: Vec<AnswerRow> = newest.map(|sample| (place(sample.model), sample.score.map(scored), sample.output, sample.cut)).collect();
+    answers.reverse();
     Document {
         format: FORMAT,
         gamma: learnt.gamma,
-        models: models.keys().cloned().collect(),
+        models: named.into_iter().map(|(name, _)| name.clone()).collect(),
         scores: learnt.scores.iter().copied().map(scored).collect(),
-        answers: answers.collect(),
+        answers,
     }
 }
 
 fn understand(text: &[u8], id: impl Fn(&str) -> ModelId) -> Result<Learnt, Damage> {
+    if text.len() as u64 > LARGEST {
+        return Err(Damage::TooLarge);
+    }
     let document: Document = serde_json::from_slice(text)?;
     if document.format != FORMAT {
         return Err(Damage::Format(document.format));
     }
     let ids: Vec<ModelId> = document.models.iter().map(|name| id(name)).collect();
-    let scored = |(version, score): (u32, f32)| Ok(Scored { score: Score::new(score).ok_or(Damage::NotANumber)?, version: RankerVersion(version) });
-    let sample = |(place, score, output, cut): (Option<usize>, Option<(u32, f32)>, u32, bool)| {
+    let scored = |(version, score): ScoredRow| Ok(Scored { score: Score::new(score).ok_or(Damage::NotANumber)?, version: RankerVersion(version) });
+    let sample = |(place, score, output, cut): AnswerRow| {
         let model = place.map(|place| ids.get(place).copied().ok_or(Damage::Model(place))).transpose()?;
         Ok(Sample { model, score: score.map(scored).transpose()?, output, cut })
     };
@@ -170,6 +223,18 @@ mod tests {
         expected.samples[1].model = Some(ModelId(11));
         expected.samples[2].model = Some(ModelId(12));
         assert_eq!(read, expected);
+    }
+
+    #[test]
+    fn a_file_is_bounded_and_keeps_the_newest_answers_of_each_model_that_has_some() {
+        let answer = |model, output| Sample { model: Some(ModelId(model)), score: None, output, cut: false };
+        let many = (0..ANSWERS as u32).map(|n| answer(1, n));
+        let learnt = Learnt { samples: many.chain([answer(2, 5)]).collect(), ..Learnt::default() };
+        let document = document(&learnt, &names(&[("busy", 1), ("made up", 3), ("rare", 2)]));
+        assert_eq!(document.models, ["busy", "rare"]);
+        assert_eq!(document.answers.len(), ANSWERS / 3 + 1);
+        let last = ANSWERS as u32 - 1;
+        assert_eq!(document.answers[document.answers.len() - 2..], [(Some(0), None, last, false), (Some(1), None, 5, false)]);
     }
 
     #[test]

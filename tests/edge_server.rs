@@ -35,6 +35,7 @@ enum Event {
     Began,
     Left,
     Cut,
+    End,
 }
 
 /// Says on drop that a request did not come to its end.
@@ -147,6 +148,11 @@ impl Handler for StandIn {
 
     fn cut(&self) {
         let _ = self.events.send(Event::Cut);
+    }
+
+    async fn end(&self, handed_over: bool) {
+        assert!(!handed_over);
+        let _ = self.events.send(Event::End);
     }
 }
 
@@ -413,6 +419,8 @@ async fn a_drain_waits_for_what_runs() {
 
     server.go.send(true).unwrap();
     assert!(read_to_end(&mut stream).await.contains("data: last\n\n"));
+    // The last call comes also when time has run out.
+    while server.events.recv().await.unwrap() != Event::End {}
     tokio::time::timeout(LONG, server.ended).await.unwrap().unwrap();
 }
 

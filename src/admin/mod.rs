@@ -180,7 +180,7 @@ async fn reload_ranker(State(admin): State<Admin>) -> Response {
 }
 
 async fn rollback_ranker(State(admin): State<Admin>) -> Response {
-    ranker_after(&admin, admin.gateway.live().ranker.rollback())
+    ranker_after(&admin, admin.gateway.rollback_ranker().await)
 }
 
 /// What serves now, or why the attempt to change it failed.

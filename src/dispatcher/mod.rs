@@ -293,8 +293,8 @@ impl Owner {
             }
             // A reader that has stopped waiting for the answer is no concern of the pool.
             Message::View(reply) => drop(reply.send(self.scheduler.view())),
-            Message::Restore(learnt) => self.scheduler.restore(&learnt),
-            Message::Learnt(reply) => drop(reply.send(self.scheduler.learnt())),
+            Message::Restore(learnt) => apart(true, || self.scheduler.restore(&learnt)),
+            Message::Learnt(reply) => drop(reply.send(apart(true, || self.scheduler.learnt()))),
             // `run` has taken it.
             Message::Move(_) => {}
             Message::Drain { deadline, done } => {
@@ -307,14 +307,9 @@ impl Owner {
     fn handle(&mut self, event: Event) {
         let mut actions = std::mem::take(&mut self.actions);
         let now = time_since(self.start);
-        let all_wait =
-            self.waiting.len() > MANY && (self.scheduler.chores_due(now) || matches!(event, Event::PolicyChanged(_) | Event::LimitsChanged(_)));
-        if all_wait && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread {
-            // Ordering so many anew takes milliseconds: connections of this thread go on on another.
-            tokio::task::block_in_place(|| self.scheduler.handle(now, event, &mut actions));
-        } else {
-            self.scheduler.handle(now, event, &mut actions);
-        }
+        let reorders =
+            self.scheduler.chores_due(now) || matches!(event, Event::PolicyChanged(_) | Event::LimitsChanged(_) | Event::BackendChanged(..));
+        apart(reorders && self.waiting.len() > MANY, || self.scheduler.handle(now, event, &mut actions));
         for action in actions.drain(..) {
             self.perform(action);
         }
@@ -379,6 +374,11 @@ impl Owner {
             let _ = done.send(Drained { turned_away: draining.turned_away, running: self.running });
         }
     }
+}
+
+/// Does what may take milliseconds while the other tasks of this thread go on on another; tests have runtimes of one thread only.
+fn apart<T>(is_long: bool, work: impl FnOnce() -> T) -> T {
+    if is_long && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread { tokio::task::block_in_place(work) } else { work() }
 }
 
 async fn sleep_until(deadline: Option<Instant>) {

@@ -251,7 +251,7 @@ fn operation(api: Api, path: &str) -> (Option<&'static str>, &'static str) {
     match api {
         Api::Chat | Api::Responses => (Some("chat"), "openai"),
         Api::Completions => (Some("text_completion"), "openai"),
-        Api::Messages => (Some("chat"), "anthropic"),
+        Api::Messages => ((path == "/v1/messages").then_some("chat"), "anthropic"),
         Api::Other => ((path == "/v1/embeddings").then_some("embeddings"), "openai"),
     }
 }

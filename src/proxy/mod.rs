@@ -137,6 +137,13 @@ impl Handler for Proxy {
     fn cut(&self) {
         self.cut.send_replace(true);
     }
+
+    async fn end(&self, handed_over: bool) {
+        // Who goes on has read what was kept, and writes there from now on.
+        if !handed_over {
+            self.gateway.keep().await;
+        }
+    }
 }
 
 impl Proxy {

@@ -24,7 +24,7 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
         Some(name) => Some(percent_decode_str(name).decode_utf8_lossy()),
     };
     if !matches!(head.method, Method::GET | Method::HEAD) {
-        return Some(Err(Failure::WrongMethod { path: LIST.to_owned(), allowed: "GET" }));
+        return Some(Err(Failure::WrongMethod { path: LIST.to_owned(), allowed: "GET, HEAD" }));
     }
     // Clients of both APIs ask at the same path.
     let entry = if head.headers.contains_key("anthropic-version") { anthropic } else { openai };

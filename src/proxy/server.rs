@@ -51,6 +51,9 @@ const LEAVING: Duration = Duration::from_secs(5);
 /// How long a connection that comes during a drain may take to begin, and a stream that is cut to say so.
 const LATE: Duration = Duration::from_secs(1);
 
+/// How long the handler may take for its last call.
+const LAST: Duration = Duration::from_secs(5);
+
 /// What answers the requests.
 pub trait Handler: Send + Sync + 'static {
     /// The body of its answers.
@@ -73,6 +76,9 @@ pub trait Handler: Send + Sync + 'static {
 
     /// The time is over: what still runs shall end now, and say so.
     fn cut(&self);
+
+    /// The last call, while the runtime still lives. `handed_over`: another process goes on with the same configuration.
+    fn end(&self, handed_over: bool) -> impl Future<Output = ()> + Send;
 }
 
 /// Why the server does not start.
@@ -347,6 +353,7 @@ struct Shutdown<H> {
 #[async_trait]
 impl<H: Handler> ShutdownSignalWatch for Shutdown<H> {
     async fn recv(&self) -> ShutdownSignal {
+        let mut handed_over = false;
         match &self.stop {
             Stop::Told(told) => {
                 // A sender that is gone cannot say anything else any more.
@@ -357,6 +364,7 @@ impl<H: Handler> ShutdownSignalWatch for Shutdown<H> {
                 Ok(mut signals) => loop {
                     if signals.hand_over().await {
                         if self.hand_over().await {
+                            handed_over = true;
                             tokio::select! { () = self.leave() => {}, () = signals.end() => {} }
                             break;
                         }
@@ -372,6 +380,7 @@ impl<H: Handler> ShutdownSignalWatch for Shutdown<H> {
                 }
             },
         }
+        let _ = tokio::time::timeout(LAST, self.handler.end(handed_over)).await;
         ShutdownSignal::FastShutdown
     }
 }

@@ -93,7 +93,9 @@ struct Stage {
     batcher: Batcher,
     deadline: Duration,
     device: Device,
-    /// One change of weights at a time.
+    /// Held while weights are loaded: one load at a time.
+    loading: Mutex<()>,
+    /// Held for as long as a swap takes.
     changes: Mutex<Changes>,
     /// Two independently keyed hashes name a text.
     hashers: [RandomState; 2],
@@ -132,7 +134,14 @@ impl Ranker {
 
     fn over(batcher: Batcher, deadline: Duration, device: Device) -> Ranker {
         Ranker {
-            stage: Some(Arc::new(Stage { batcher, deadline, device, changes: Mutex::default(), hashers: [RandomState::new(), RandomState::new()] })),
+            stage: Some(Arc::new(Stage {
+                batcher,
+                deadline,
+                device,
+                loading: Mutex::default(),
+                changes: Mutex::default(),
+                hashers: [RandomState::new(), RandomState::new()],
+            })),
         }
     }
 
@@ -158,9 +167,10 @@ impl Ranker {
     /// As for [`Ranker::start`]; the old weights go on serving. [`RankerError::Off`] where no ranker runs.
     pub fn reload(&self, directory: &Path) -> Result<RankerVersion, RankerError> {
         let stage = self.stage.as_ref().ok_or(RankerError::Off)?;
-        let mut changes = stage.changes();
+        let _one_at_a_time = stage.loading.lock().unwrap_or_else(PoisonError::into_inner);
         let loaded = loaded(Package::load(directory, stage.device)?);
         let version = loaded.version;
+        let mut changes = stage.changes();
         let old = stage.batcher.swap(loaded);
         // Loading the same again leaves the way back open.
         if old.version != version {

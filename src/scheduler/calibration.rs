@@ -71,7 +71,7 @@ pub struct Learnt {
 #[derive(Debug, Default)]
 pub(super) struct Calibration {
     scores: BTreeMap<RankerVersion, VecDeque<Score>>,
-    /// Rankers by when they were first seen, the current one last.
+    /// Rankers by when they last began to score, the current one last.
     versions: Vec<RankerVersion>,
     models: BTreeMap<ModelId, VecDeque<Sample>>,
     /// Answers of no model in particular.
@@ -119,7 +119,9 @@ impl Default for Fit {
 impl Calibration {
     /// A prompt was scored.
     pub fn scored(&mut self, scored: Scored) {
-        if !self.scores.contains_key(&scored.version) {
+        if self.versions.last() != Some(&scored.version) {
+            // The ranker may have gone back to earlier weights: whoever scores now is the current one.
+            self.versions.retain(|version| *version != scored.version);
             self.versions.push(scored.version);
             if self.versions.len() > VERSIONS {
                 self.scores.remove(&self.versions.remove(0));
@@ -224,6 +226,14 @@ impl Calibration {
         });
         let samples = self.others.iter().chain(self.models.values().flatten());
         (scores.collect(), samples.copied().collect())
+    }
+
+    /// Whether as many scores of each of these rankers are remembered: then nothing more is to be learnt from them.
+    pub fn knows(&self, scores: &[Scored]) -> bool {
+        let known = |version| self.scores.get(version).map_or(0, VecDeque::len);
+        let mut versions: BTreeMap<RankerVersion, usize> = BTreeMap::new();
+        scores.iter().for_each(|scored| *versions.entry(scored.version).or_default() += 1);
+        !versions.is_empty() && versions.iter().all(|(version, &count)| known(version) >= count)
     }
 
     /// Adds what was learnt elsewhere or before, as if it happened now.
@@ -533,6 +543,18 @@ mod tests {
         );
         (3..=VERSIONS as u32 + 1).for_each(|version| calibration.scored(scored(1, version)));
         assert_eq!(calibration.learnt().0.first().unwrap().version, RankerVersion(2), "the oldest ranker is forgotten");
+    }
+
+    #[test]
+    fn a_ranker_that_comes_back_is_the_current_one_again() {
+        let mut calibration = Calibration::default();
+        for version in [1, 2, 1] {
+            (0..20).for_each(|score| calibration.scored(scored(score + 100 * version, version)));
+        }
+        assert_eq!(calibration.current_ranker().unwrap().version, RankerVersion(1));
+        assert!(calibration.knows(&[scored(5, 1), scored(6, 2)]));
+        assert!(!calibration.knows(&[scored(5, 1), scored(6, 3)]) && !calibration.knows(&[]));
+        assert!(!calibration.knows(&[scored(5, 2); 21]), "more than is known");
     }
 
     #[test]

@@ -172,8 +172,11 @@ impl Scheduler {
         Learnt { scores, samples, gamma: self.gamma.slope() }
     }
 
-    /// Continues from what was learnt before, or from what ships with a ranker.
+    /// Continues from what was learnt before, or from what ships with a ranker; the latter once, however often that ranker comes back.
     pub fn restore(&mut self, learnt: &Learnt) {
+        if self.calibration.knows(&learnt.scores) {
+            return;
+        }
         self.calibration.restore(&learnt.scores, &learnt.samples);
         if let Some(gamma) = learnt.gamma {
             self.gamma.restore(gamma);

@@ -74,7 +74,7 @@ pub struct Moment {
 /// One run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Run {
-    /// In the order in which they ended.
+    /// In the order of the requests.
     pub answers: Vec<Answer>,
     pub moments: Vec<Moment>,
     /// The scheduler's own counts; `None` without a gateway.

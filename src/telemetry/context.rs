@@ -11,6 +11,8 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 /// Length of version 00: `00-`, 32 digits, `-`, 16 digits, `-`, 2 digits.
 const LENGTH: usize = 55;
+/// Bytes of the longest `tracestate` that is recorded.
+const LONGEST_STATE: usize = 512;
 /// The only flag that level 1 knows.
 const SAMPLED: u8 = 1;
 
@@ -36,7 +38,9 @@ pub(super) fn state(headers: &mut HeaderMap) -> TraceState {
     // The lines are one list (RFC 9110, 5.3).
     let joined = headers.get_all(TRACESTATE).iter().map(|line| line.to_str().ok()).collect::<Option<Vec<_>>>().map(|lines| lines.join(","));
     match joined.map(|list| TraceState::from_str(&list)) {
-        Some(Ok(state)) => state,
+        // It goes into every span. Shorter ones must be passed on, longer ones need not be (W3C, 3.3.1.5).
+        Some(Ok(state)) if state.header().len() <= LONGEST_STATE => state,
+        Some(Ok(_)) => TraceState::default(),
         Some(Err(_)) | None => {
             headers.remove(TRACESTATE);
             TraceState::default()
@@ -177,6 +181,10 @@ mod tests {
         let mut lines = headers(&[(TRACESTATE, "a=1, b@c=2"), (TRACESTATE, ""), (TRACESTATE, "d=3")]);
         assert_eq!(state(&mut lines).header(), "a=1,b@c=2,d=3");
         assert_eq!(lines.get_all(TRACESTATE).iter().count(), 3, "passed on as it came");
+        let long = format!("a={}", "x".repeat(250));
+        let mut lines = headers(&[(TRACESTATE, &long), (TRACESTATE, &long.replace('a', "b")), (TRACESTATE, &long.replace('a', "c"))]);
+        assert_eq!(state(&mut lines), TraceState::default());
+        assert_eq!(lines.get_all(TRACESTATE).iter().count(), 3, "passed on, not recorded");
         for bad in ["a", "A=1", "a=1=2", "a=é"] {
             let mut malformed = headers(&[(TRACESTATE, bad)]);
             assert_eq!(state(&mut malformed), TraceState::default(), "{bad}");

@@ -9,6 +9,7 @@ use opentelemetry::trace::{TraceId, TraceState};
 use opentelemetry::{InstrumentationScope, KeyValue};
 use opentelemetry_otlp::{ExporterBuildError, WithExportConfig};
 use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::error::OTelSdkError;
 use opentelemetry_sdk::trace::{SpanData, SpanExporter};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, oneshot};
@@ -146,7 +147,9 @@ async fn run<E: SpanExporter>(mut inbox: mpsc::Receiver<Message>, exporter: E, t
             }
         }
         if count > 0 {
-            match exporter.export(spans).await {
+            // The exporter's own limit does not cover connecting.
+            let exported = timeout(EXPORT, exporter.export(spans)).await;
+            match exported.unwrap_or(Err(OTelSdkError::Timeout(EXPORT))) {
                 Ok(()) => _ = traces.sent.inc_by(count),
                 Err(error) => {
                     traces.failed.inc_by(count);
@@ -167,7 +170,7 @@ async fn run<E: SpanExporter>(mut inbox: mpsc::Receiver<Message>, exporter: E, t
 #[cfg(test)]
 mod tests {
     use http::{HeaderName, HeaderValue};
-    use opentelemetry_sdk::error::{OTelSdkError, OTelSdkResult};
+    use opentelemetry_sdk::error::OTelSdkResult;
 
     use super::*;
 
