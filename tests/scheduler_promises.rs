@@ -126,10 +126,10 @@ fn scored(id: u64, score: f32, version: u32) -> Request {
 
 #[test]
 fn each_policy_orders_by_what_it_says() {
-    // Long prompts first, then long answers, then short ones of both; the scores say the opposite of all.
+    // Long prompts first, then long answers, then short ones of both; the scores say something else. All within what boosts tell apart.
     let requests = [
-        Request { prompt_tokens: 30_000, max_output: Some(10), oracle_output: Some(300), ..scored(1, -3.0, 1) },
-        Request { prompt_tokens: 2000, max_output: Some(4000), oracle_output: Some(1), ..scored(2, 2.0, 1) },
+        Request { prompt_tokens: 350, max_output: Some(10), oracle_output: Some(300), ..scored(1, -3.0, 1) },
+        Request { prompt_tokens: 300, max_output: Some(4000), oracle_output: Some(1), ..scored(2, 2.0, 1) },
         Request { prompt_tokens: 20, max_output: Some(300), oracle_output: Some(150), ..scored(3, 1.0, 1) },
         Request { prompt_tokens: 200, max_output: Some(20), oracle_output: Some(1000), ..scored(4, 4.0, 1) },
     ];
@@ -137,9 +137,9 @@ fn each_policy_orders_by_what_it_says() {
         (Order::Fcfs, [1, 2, 3, 4]),
         (Order::Pars, [1, 3, 2, 4]),
         (Order::Uniboost, [3, 4, 2, 1]),
-        (Order::Headway, [4, 3, 2, 1]),
-        (Order::OracleSjf, [2, 3, 4, 1]),
-        (Order::OracleBoost, [2, 3, 4, 1]),
+        (Order::Headway, [1, 4, 3, 2]),
+        (Order::OracleSjf, [2, 3, 1, 4]),
+        (Order::OracleBoost, [2, 3, 1, 4]),
     ];
     for (order, expected) in orders {
         let mut pool = Pool::busy(policy(order, 0.0));

@@ -571,8 +571,7 @@ proptest! {
 
             let view = world.scheduler.view();
             let order = view.order;
-            let longest = if order == Order::Uniboost { view.speed.seconds(32_768, 0) } else { view.speed.seconds(0, u64::from(LIMITS.max_output)) };
-            let boost = Boost::new(view.gamma, view.max_overtake, longest);
+            let boost = Boost::new(view.gamma, view.max_overtake, view.longest_work);
             let key = |request: &Request| {
                 let prompt = u64::from(request.prompt_tokens);
                 // The estimate of an output is the scheduler's own; it is tested apart.
@@ -647,9 +646,10 @@ proptest! {
         prop_assert_eq!(order_of(policy(Order::Headway, Gamma::Fixed(1e9), (100_000, 0.0)), &mixed), arrival);
     }
 
-    /// Property 6: a gamma so small that arrival hardly counts is shortest work first. Within a factor of e^4 of the longest: beyond it B flattens the order.
+    /// Property 6: a gamma so small that arrival hardly counts is shortest work first. Up to 1.5 times the mean work, and within a factor of e^4 below:
+    /// beyond that B flattens the order.
     #[test]
-    fn a_small_gamma_is_shortest_first(prompts in prop::collection::btree_set(5000u32..60_000, 1..30), seed in any::<u64>()) {
+    fn a_small_gamma_is_shortest_first(prompts in prop::collection::btree_set(1u32..2_500, 1..30), seed in any::<u64>()) {
         let mut shuffled: Vec<(u64, Tokens)> = prompts.iter().map(|&prompt| (u64::from(prompt).wrapping_mul(seed | 1), prompt)).collect();
         shuffled.sort_unstable();
         let requests: Vec<_> = shuffled.iter().map(|(_, prompt)| (1000, plain(*prompt, 1.0))).collect();

@@ -15,7 +15,7 @@ use super::table::Stage;
 const LOOK: Duration = Duration::from_secs(1);
 /// Between two looks at the tail and the calibration.
 const LEARN: Duration = Duration::from_secs(5);
-/// How far gamma may move, as a factor, before keys are rebuilt.
+/// How far gamma, or the work from which on nothing is boosted, may move, as a factor, before keys are rebuilt.
 const DRIFT: f64 = 1.1;
 
 impl Scheduler {
@@ -30,7 +30,7 @@ impl Scheduler {
         }
         self.update_speeds();
         if self.policy.overload() {
-            self.overload.look(self.now, self.queued_seconds(), self.waiting() > 0);
+            self.overload.look(self.now, self.queued_seconds(), self.waiting() > 0, self.keying.bound);
         }
         let switched = self.overload.active() != self.keying.overload;
         self.counters.overloads += u64::from(switched && self.overload.active());
@@ -41,8 +41,9 @@ impl Scheduler {
             let running = self.running.iter().map(|&slot| self.table.get(slot));
             let moved = self.calibration.refresh(running, self.expiries.is_empty());
             let next = self.next_keying();
-            let ratio = next.gamma / self.keying.gamma;
-            if moved || !(1.0 / DRIFT..=DRIFT).contains(&ratio) || next.speed.differs(self.keying.speed) || self.expiries.is_empty() || switched {
+            let drifted = |new: f64, old: f64| !(1.0 / DRIFT..=DRIFT).contains(&(new / old));
+            let boosts_moved = drifted(next.gamma, self.keying.gamma) || drifted(next.longest, self.keying.longest);
+            if moved || boosts_moved || next.speed.differs(self.keying.speed) || self.expiries.is_empty() || switched {
                 self.rebuild_keys();
             }
         } else if switched {
@@ -82,10 +83,11 @@ impl Scheduler {
 
     fn next_keying(&self) -> Keying {
         let speed = self.pool_speed();
-        let gamma = self.gamma.gamma(&self.policy, self.mix.work(self.policy.order(), speed));
+        let mean_work = self.mix.work(self.policy.order(), speed);
+        let gamma = self.gamma.gamma(&self.policy, mean_work);
         let context = self.backends.iter().filter_map(|backend| backend.state.context_tokens).max();
         let largest = Largest::new(&self.limits, context);
-        Keying::new(&self.policy, largest, speed, gamma, self.overload.active(), self.calibration.current_ranker())
+        Keying::new(&self.policy, largest, speed, mean_work, gamma, self.overload.active(), self.calibration.current_ranker())
     }
 
     /// Orders everything that waits anew.

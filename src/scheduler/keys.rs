@@ -7,6 +7,10 @@ use super::score::{Boost, Scored, attained_level, micros};
 use super::speed::Speed;
 use super::table::Entry;
 
+/// Works above this many mean works are boosted as little as the largest there can be. Measured against what a pool allows instead, often a hundred times what
+/// its answers are, nearly every boost would reach its cap at B: a small gamma tells works apart within a factor of e^4 only, and the order would be arrival.
+const LONGEST: f64 = 1.5;
+
 /// Everything but the request that keys depend on. All keys of a pool are made by one such value; another one means that all are rebuilt.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Keying {
@@ -17,12 +21,14 @@ pub(super) struct Keying {
     pub gamma: f64,
     /// B: how much later, in seconds, a request may arrive and still overtake.
     pub bound: f64,
+    /// The work, in capacity-seconds, from which on nothing is boosted.
+    pub longest: f64,
     boost: Boost,
     /// What stands in for a score that is missing or not comparable, where scores themselves are the order.
     neutral: Option<Scored>,
 }
 
-/// The largest requests that a pool may get, in tokens: the least boost is theirs.
+/// The largest requests that a pool may get, in tokens.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Largest {
     pub prompt: Tokens,
@@ -38,17 +44,19 @@ impl Largest {
 }
 
 impl Keying {
-    pub fn new(policy: &Policy, largest: Largest, speed: Speed, gamma: f64, overload: bool, neutral: Option<Scored>) -> Self {
+    /// `mean_work` is that of the policy's order, at this speed.
+    pub fn new(policy: &Policy, largest: Largest, speed: Speed, mean_work: f64, gamma: f64, overload: bool, neutral: Option<Scored>) -> Self {
         let bound = match policy.max_overtake() {
             MaxOvertake::Auto => BOUND / gamma,
             MaxOvertake::Within(within) => within.as_secs_f64(),
         };
         let order = policy.order();
-        let longest = match order {
+        let allowed = match order {
             Order::Uniboost => speed.seconds(u64::from(largest.prompt), 0),
             _ => speed.seconds(0, u64::from(largest.output)),
         };
-        Keying { order, overload, speed, gamma, bound, boost: Boost::new(gamma, bound, longest.max(shortest(speed))), neutral }
+        let longest = allowed.min(LONGEST * mean_work).max(shortest(speed));
+        Keying { order, overload, speed, gamma, bound, longest, boost: Boost::new(gamma, bound, longest), neutral }
     }
 
     /// Expected work in capacity-seconds.
@@ -139,5 +147,39 @@ impl Mix {
     pub fn work(&self, order: Order, speed: Speed) -> f64 {
         let outputs = if order == Order::Uniboost { 0.0 } else { self.outputs.mean };
         (speed.prompt * self.prompts.mean + speed.output * outputs).max(shortest(speed))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::policy::{Gamma, PolicyParts};
+    use super::*;
+
+    /// A pool may allow 32,768 tokens while its answers have some hundred: works must still be told apart.
+    #[test]
+    fn a_high_limit_does_not_flatten_the_order() {
+        let policy = Policy::new(PolicyParts {
+            order: Order::Headway,
+            gamma: Gamma::Fixed(0.003),
+            max_overtake: MaxOvertake::Auto,
+            aging_threshold: Duration::from_secs(120),
+            aging_share: 0.1,
+            overload: true,
+        })
+        .unwrap();
+        let limits = Limits { queue_requests: 1, queue_bytes: 1, max_output: 32_768 };
+        let (speed, mean_work) = (Speed::ASSUMED, Speed::ASSUMED.seconds(0, 200));
+        let keying = Keying::new(&policy, Largest::new(&limits, None), speed, mean_work, 0.003, false, None);
+        assert_eq!(keying.longest, LONGEST * mean_work);
+        let boosted = |tokens| keying.boost.boosted_arrival(super::super::Time::ZERO, speed.seconds(0, tokens), super::super::Weight::ONE);
+        let apart = (boosted(200) - boosted(50)) as f64 / 1e6;
+        assert!((apart - 4f64.ln() / 0.003).abs() < 1.0, "{apart} s between 50 and 200 tokens");
+        assert!(boosted(50) > -(keying.bound * 1e6) as i64 && boosted(400) == 0);
+
+        let strict = Limits { max_output: 100, ..limits };
+        let keying = Keying::new(&policy, Largest::new(&strict, None), speed, mean_work, 0.003, false, None);
+        assert_eq!(keying.longest, speed.seconds(0, 100), "nothing is longer than what a pool allows");
     }
 }

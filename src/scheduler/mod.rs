@@ -104,7 +104,8 @@ impl Scheduler {
     /// A pool without backends. The same seed and the same events give the same actions.
     pub fn new(policy: Policy, limits: Limits, seed: u64) -> Self {
         let (gamma, mix, speed) = (GammaAda::default(), Mix::default(), Speed::ASSUMED);
-        let rate = gamma.gamma(&policy, mix.work(policy.order(), speed));
+        let mean_work = mix.work(policy.order(), speed);
+        let rate = gamma.gamma(&policy, mean_work);
         Scheduler {
             draining: false,
             now: Time::ZERO,
@@ -119,7 +120,7 @@ impl Scheduler {
             restrictions: Restrictions::new(),
             backends: Vec::new(),
             by_id: BTreeMap::new(),
-            keying: Keying::new(&policy, Largest::new(&limits, None), speed, rate, false, None),
+            keying: Keying::new(&policy, Largest::new(&limits, None), speed, mean_work, rate, false, None),
             aging: Aging::new(policy.aging_threshold(), policy.aging_share()),
             overload: Overload::default(),
             gamma,

@@ -5,8 +5,9 @@ use std::time::Duration;
 use super::table::Entry;
 use super::time::Time;
 
-/// Backlog, in seconds, under which there is no overload.
-const ENOUGH: f64 = 30.0;
+/// Backlog, in seconds, under which there is no overload: B, but at least the first and at most the second. While waits stay below B, boosts still order what
+/// waits, and its tail fares far better than by work alone; beyond a few minutes requests would meet their deadlines in the queue instead of being turned away.
+const ENOUGH: (f64, f64) = (30.0, 300.0);
 /// How long the backlog has to grow before overload begins, and to be small before it ends.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -24,9 +25,10 @@ impl Overload {
         self.active
     }
 
-    /// Looks at the predicted backlog in seconds; `full` is whether every backend has all it may hold. To be called about every second.
-    pub fn look(&mut self, now: Time, backlog: f64, full: bool) {
-        let small = backlog < ENOUGH;
+    /// Looks at the predicted backlog in seconds; `full` is whether every backend has all it may hold, `bound` is B in seconds. To be called about every
+    /// second.
+    pub fn look(&mut self, now: Time, backlog: f64, full: bool, bound: f64) {
+        let small = backlog < bound.clamp(ENOUGH.0, ENOUGH.1);
         let (begun, before) = *self.since.get_or_insert((now, backlog));
         let long_enough = now.since(begun) >= PATIENCE;
         if self.active {
@@ -105,7 +107,7 @@ mod tests {
         let mut changes = Vec::new();
         for (second, backlog) in (from..).zip(backlogs) {
             let before = overload.active();
-            overload.look(Time::from_micros(second * 1_000_000), backlog, full);
+            overload.look(Time::from_micros(second * 1_000_000), backlog, full, 20.0);
             if overload.active() != before {
                 changes.push(second);
             }
@@ -130,6 +132,19 @@ mod tests {
         assert_eq!(run(&mut Overload::default(), 0, growing().map(|backlog| 500.0 - backlog), true), [0u64; 0]);
         assert_eq!(run(&mut Overload::default(), 0, growing().map(|_| 100.0), true), [0u64; 0]);
         assert_eq!(run(&mut Overload::default(), 0, growing().map(|backlog| backlog / 10.0), true), [0u64; 0]);
+    }
+
+    #[test]
+    fn a_backlog_below_the_bound_is_none() {
+        let changes = |bound: f64, backlog: f64| {
+            let mut overload = Overload::default();
+            (0..100).for_each(|second| overload.look(Time::from_micros(second * 1_000_000), backlog + second as f64 / 1e3, true, bound));
+            overload.active()
+        };
+        assert_eq!(
+            [(20.0, 31.0), (100.0, 99.0), (100.0, 101.0), (1e9, 299.0), (1e9, 301.0)].map(|(bound, backlog)| changes(bound, backlog)),
+            [true, false, true, false, true]
+        );
     }
 
     #[test]

@@ -103,7 +103,7 @@ pub struct Boost {
 }
 
 impl Boost {
-    /// At decay rate `gamma` (1/s), capped at `bound` seconds above the boost of `longest`, the largest work (seconds) that the pool allows.
+    /// At decay rate `gamma` (1/s), capped at `bound` seconds above the boost of work `longest` (seconds), from which on there is none.
     pub fn new(gamma: f64, bound: f64, longest: f64) -> Self {
         Boost { gamma, bound, of_longest: boost(gamma, longest) }
     }

@@ -27,6 +27,8 @@ pub struct PoolView {
     pub gamma: f64,
     /// B: how much later, in seconds, a request may arrive and still overtake one of the same weight. Void in overload.
     pub max_overtake: f64,
+    /// The work, in capacity-seconds, from which on nothing is boosted, as used in keys.
+    pub longest_work: f64,
     /// Predicted seconds until everything that waits has been started.
     pub backlog: f64,
     /// Mean expected work of a request in capacity-seconds.
@@ -161,6 +163,7 @@ impl Scheduler {
             in_flight: self.running.len() as u32,
             gamma: self.keying.gamma,
             max_overtake: self.keying.bound,
+            longest_work: self.keying.longest,
             backlog: self.queued_seconds(),
             mean_work: self.mix.work(self.keying.order, self.keying.speed),
             speed: self.keying.speed,
