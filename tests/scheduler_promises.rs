@@ -187,15 +187,16 @@ fn nothing_passes_what_waits_for_kv_cache() {
     let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
     let state = BackendState { kv_tokens: Some(1000), ..slots(10) };
     pool.backend(0, state.clone());
-    // A hundred tokens of output are allowed and expected at most: 400 each.
-    assert_eq!(pool.arrive(prompt(1, 300)), [(1, 0)]);
-    assert_eq!(pool.arrive(prompt(2, 300)), [(2, 0)]);
-    assert_eq!(pool.arrive(prompt(3, 101)), []);
-    assert_eq!(pool.arrive(prompt(4, 1)), []);
-    assert_eq!(pool.released(Event::Progress(RequestId(1), 50)), []);
+    // One token of output is allowed and expected, so that sizes are exact: 400 each.
+    let prompt = |id, prompt_tokens| Request { max_output: Some(1), ..prompt(id, prompt_tokens) };
+    assert_eq!(pool.arrive(prompt(1, 399)), [(1, 0)]);
+    assert_eq!(pool.arrive(prompt(2, 399)), [(2, 0)]);
+    assert_eq!(pool.arrive(prompt(3, 200)), []);
+    assert_eq!(pool.arrive(prompt(4, 100)), []);
+    assert_eq!(pool.released(Event::Progress(RequestId(1), 1)), []);
     assert_eq!(pool.released(Event::Finished(RequestId(1), Ending::Refused)), [(3, 0), (4, 0)]);
     // 400, 201 and 101 are promised.
-    assert_eq!(pool.arrive(prompt(5, 199)), [], "one token too many");
+    assert_eq!(pool.arrive(prompt(5, 298)), [], "one token too many");
     assert_eq!(pool.backend(0, BackendState { kv_tokens: Some(1001), ..state }), [(5, 0)]);
     assert_eq!(pool.arrive(prompt(6, 900)), []);
     for id in [2, 3, 4] {

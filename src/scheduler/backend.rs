@@ -4,7 +4,7 @@ use super::event::{BackendId, BackendState, Load, Standing, Tokens};
 use super::prefixes::Prefixes;
 use super::queue::Queue;
 use super::speed::{Speed, SpeedLearner};
-use super::table::Entry;
+use super::table::{Entry, Resident};
 use super::window::Window;
 
 /// KV use, 0 to 1, from which on nothing is added to what runs: the engine would have to evict a running request to make room.
@@ -43,8 +43,8 @@ pub(super) struct Backend {
     pub queued: Backlog,
     /// What is left of what runs.
     pub running: Backlog,
-    /// Tokens that what runs will probably hold in its KV cache at most.
-    pub resident: u64,
+    /// What all that runs will hold in its KV cache.
+    pub resident: Resident,
     pub learner: SpeedLearner,
     /// The speed in use: learnt, or that of its siblings.
     pub speed: Speed,
@@ -63,7 +63,7 @@ impl Backend {
             in_flight: 0,
             queued: Backlog::default(),
             running: Backlog::default(),
-            resident: 0,
+            resident: Resident::default(),
             learner: SpeedLearner::default(),
             speed,
             prefixes: Prefixes::default(),
@@ -82,7 +82,12 @@ impl Backend {
 
     /// Whether the KV cache has room for a request beside what runs. An empty backend takes any: what is larger than the whole cache was refused before.
     pub fn has_kv_for(&self, entry: &Entry) -> bool {
-        let fits = self.state.kv_tokens.is_none_or(|kv| self.resident + entry.resident() <= kv);
+        let with = || {
+            let mut with = self.resident;
+            with.add(entry.resident());
+            with.at_most()
+        };
+        let fits = self.state.kv_tokens.is_none_or(|kv| with() <= kv);
         self.in_flight == 0 || fits && self.load.kv_used.is_none_or(|used| used < KV_FULL)
     }
 

@@ -4,7 +4,7 @@ use super::Scheduler;
 use super::backend::Backlog;
 use super::event::{Action, BackendId};
 use super::overload::WaitingWork;
-use super::table::Stage;
+use super::table::{Resident, Stage};
 
 /// What did not hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -93,7 +93,7 @@ pub fn no_idle_slot(scheduler: &Scheduler) -> Result<(), Violation> {
 /// Which sum is off.
 pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     let n = scheduler.backends.len();
-    let (mut queued, mut running, mut resident) = (vec![Backlog::default(); n], vec![Backlog::default(); n], vec![0u64; n]);
+    let (mut queued, mut running, mut resident) = (vec![Backlog::default(); n], vec![Backlog::default(); n], vec![Resident::default(); n]);
     let (mut waiting, mut in_flight) = (vec![0usize; n], vec![0u32; n]);
     let (mut bytes, mut work) = (0, WaitingWork::default());
     for entry in scheduler.table.iter() {
@@ -107,7 +107,7 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
             }
             Stage::Running { produced, remaining, .. } => {
                 running[index].add(if produced == 0 { entry.uncached() } else { 0 }, remaining);
-                resident[index] += entry.resident();
+                resident[index].add(entry.resident());
                 in_flight[index] += 1;
             }
         }

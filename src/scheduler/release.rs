@@ -79,7 +79,7 @@ impl Scheduler {
         entry.stage = Stage::Running { released: self.now, produced: 0, remaining: entry.expected };
         backend.in_flight += 1;
         backend.running.add(entry.uncached(), entry.expected);
-        backend.resident += entry.resident();
+        backend.resident.add(entry.resident());
         backend.window.released(self.now);
         if let Some(prefix) = entry.prefix() {
             backend.prefixes.seen(prefix);

@@ -24,7 +24,9 @@ impl Scheduler {
             Some(left) if left > 0 => left,
             _ => (output / OVERRUN).min(limit.saturating_sub(output)),
         };
+        let before = entry.resident();
         entry.stage = Stage::Running { released, produced: output, remaining: left };
+        entry.at_most = entry.at_most.max(output.saturating_add(left));
 
         let prompt = if produced == 0 { entry.uncached() } else { 0 };
         let backend = &mut self.backends[entry.backend as usize];
@@ -32,11 +34,8 @@ impl Scheduler {
         backend.running.add(0, left);
         backend.learner.computed(prompt, output - produced);
         backend.window.computed(work(prompt, output - produced), false);
-        let longest = output.saturating_add(left);
-        if longest > entry.at_most {
-            backend.resident += u64::from(longest - entry.at_most);
-            entry.at_most = longest;
-        }
+        backend.resident.subtract(before);
+        backend.resident.add(entry.resident());
     }
 
     /// A released request has left its backend.
@@ -65,7 +64,7 @@ impl Scheduler {
         }
         backend.in_flight -= 1;
         backend.running.subtract(unread, remaining);
-        backend.resident -= entry.resident();
+        backend.resident.subtract(entry.resident());
         if ending == Ending::Pushback {
             backend.window.pushed_back(self.now, backend.in_flight);
             self.counters.pushbacks += 1;

@@ -49,6 +49,32 @@ pub(super) struct Entry {
     pub unscored: bool,
 }
 
+/// Tokens in a KV cache, as an expectation and how far off it may be.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Resident {
+    expected: u64,
+    /// The square of the distance to what it will probably not exceed. Distances of independent requests add up as standard deviations do: the sum of what each
+    /// will not exceed is far more than what all of them will not exceed, and would leave a third of a cache empty.
+    variance: u64,
+}
+
+impl Resident {
+    pub fn add(&mut self, other: Resident) {
+        self.expected += other.expected;
+        self.variance += other.variance;
+    }
+
+    pub fn subtract(&mut self, other: Resident) {
+        self.expected -= other.expected;
+        self.variance -= other.variance;
+    }
+
+    /// Tokens that all of it will probably not exceed.
+    pub fn at_most(&self) -> u64 {
+        self.expected + (self.variance as f64).sqrt().ceil() as u64
+    }
+}
+
 /// Where in its life a request is.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Stage {
@@ -112,9 +138,14 @@ impl Entry {
         (self.tenant != NONE).then_some(TenantId(self.tenant))
     }
 
-    /// Tokens it will probably hold in a KV cache at most.
-    pub fn resident(&self) -> u64 {
-        u64::from(self.prompt) + u64::from(self.at_most)
+    /// What it will hold in a KV cache at its end.
+    pub fn resident(&self) -> Resident {
+        let output = match self.stage {
+            Stage::Waiting { .. } => self.expected,
+            Stage::Running { produced, remaining, .. } => produced.saturating_add(remaining),
+        };
+        let spread = u64::from(self.at_most.saturating_sub(output));
+        Resident { expected: u64::from(self.prompt) + u64::from(output), variance: spread * spread }
     }
 
     /// Prompt tokens that a backend has to compute.
@@ -286,6 +317,17 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    /// The sum of what each will not exceed would be 200 tokens a request.
+    #[test]
+    fn what_many_will_not_exceed_is_less_than_what_each_will_not() {
+        let one = Resident { expected: 100, variance: 100 * 100 };
+        let mut all = Resident::default();
+        (0..100).for_each(|_| all.add(one));
+        assert_eq!((one.at_most(), all.at_most()), (200, 10_000 + 1_000));
+        (0..99).for_each(|_| all.subtract(one));
+        assert_eq!(all, one);
+    }
 
     fn request(id: u64) -> Request {
         Request {
