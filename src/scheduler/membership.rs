@@ -1,5 +1,7 @@
 //! Backends come, change and go; what waits for one that goes is placed again.
 
+use std::time::Duration;
+
 use super::Scheduler;
 use super::arrivals::waiting;
 use super::backend::Backend;
@@ -92,7 +94,8 @@ impl Scheduler {
         if let Some(&index) = self.by_id.get(&id) {
             let backend = &mut self.backends[index];
             backend.load = load;
-            backend.window.reported(self.now, load, backend.in_flight, demand);
+            let iteration = Duration::try_from_secs_f64(f64::from(backend.in_flight) * backend.speed.output).unwrap_or_default();
+            backend.window.reported(self.now, load, backend.in_flight, demand, iteration);
         }
     }
 

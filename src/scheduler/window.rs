@@ -6,8 +6,10 @@ use super::climb::Climb;
 use super::event::{Load, Slots, Standing};
 use super::time::Time;
 
-/// The most that should wait inside the engine: one to two keep it busy between two releases.
+/// The most that should wait inside the engine, beyond those that only pass through: one to two keep it busy between two releases.
 const WAITING: u32 = 2;
+/// At most this share of what is in flight passes through the engine's queue at a time.
+const PASSING: u32 = 4;
 /// How long a release may take to show in the engine's numbers, and how long a burst of releases may wait there before it counts as a queue.
 const SETTLE: Duration = Duration::from_millis(500);
 /// How long an engine may report nothing waiting before the window grows even though some releases do not show.
@@ -30,8 +32,9 @@ pub(super) struct Window {
     step: u32,
     changed: Time,
     last_release: Option<Time>,
-    /// When the engine last told how many wait there.
+    /// When the engine last told how many wait there, and the releases since.
     reported: Option<Time>,
+    releases: u32,
     /// Since when it reports too many, and the fewest it reported since.
     over: Option<(Time, u32)>,
     /// Since when it reports none although requests wait here.
@@ -54,6 +57,7 @@ impl Window {
             changed: Time::ZERO,
             last_release: None,
             reported: None,
+            releases: 0,
             over: None,
             starving: None,
             pushed_back: None,
@@ -84,44 +88,54 @@ impl Window {
 
     pub fn released(&mut self, now: Time) {
         self.last_release = Some(now);
+        self.releases = self.releases.saturating_add(1);
     }
 
-    /// The engine told its numbers. `demand` is whether requests wait here.
-    pub fn reported(&mut self, now: Time, load: Load, in_flight: u32, demand: bool) {
+    /// The engine told its numbers. `demand` is whether requests wait here, `iteration` how long the engine takes for one token of each that it runs.
+    ///
+    /// An engine admits at the beginning of an iteration: whatever it was sent during one waits there, also while slots are free. With short answers that
+    /// are many, and says nothing of its room.
+    pub fn reported(&mut self, now: Time, load: Load, in_flight: u32, demand: bool, iteration: Duration) {
         let (Slots::Auto { .. }, Some(waiting)) = (self.slots, load.waiting) else { return };
+        let elapsed = self.reported.map_or(0.0, |last| now.since(last).as_secs_f64());
+        let passing = if elapsed > 0.0 { (f64::from(self.releases) * iteration.as_secs_f64() / elapsed) as u32 } else { 0 };
+        let passing = passing.min(in_flight / PASSING);
         self.reported = Some(now);
-        if waiting > 0 {
+        self.releases = 0;
+        if waiting > passing {
             self.exploring = false;
             self.step = 1;
             self.starving = None;
         }
-        if waiting > WAITING {
-            self.shrink(now, load.running, waiting, in_flight);
+        let few = WAITING + 2 * passing;
+        if waiting > few {
+            self.shrink(now, load.running, waiting, in_flight, few);
             return;
         }
         self.over = None;
-        if waiting > 0 || !demand || in_flight < self.limit {
+        if waiting > passing || !demand || in_flight < self.limit {
             self.starving = None;
             return;
         }
         let starving = *self.starving.get_or_insert(now);
         // A release that the numbers do not show yet is about to be what waits there.
-        let unseen = self.last_release.is_some_and(|at| now.since(at) < SETTLE) && load.running.is_none_or(|running| running < in_flight);
+        let seen = |running: u32| running.saturating_add(waiting).saturating_add(passing);
+        let unseen = self.last_release.is_some_and(|at| now.since(at) < SETTLE) && load.running.is_none_or(|running| seen(running) < in_flight);
         if !unseen || now.since(starving.max(self.changed)) >= STUCK {
             self.grow(now);
         }
     }
 
-    /// Too many wait inside the engine: holds as many as run there, and the few that should wait. Only what has waited for a while counts: a burst of releases
+    /// Too many wait inside the engine: holds as many as run there, and the `few` that should wait. Only what has waited for a while counts: a burst of releases
     /// passes through the engine's queue even when all of it finds a slot.
-    fn shrink(&mut self, now: Time, running: Option<u32>, waiting: u32, in_flight: u32) {
+    fn shrink(&mut self, now: Time, running: Option<u32>, waiting: u32, in_flight: u32, few: u32) {
         let (since, fewest) = self.over.map_or((now, waiting), |(since, fewest)| (since, fewest.min(waiting)));
         self.over = Some((since, fewest));
         if now.since(since) < SETTLE {
             return;
         }
-        let without_excess = in_flight.saturating_sub(fewest - WAITING);
-        let running_and_few = running.map_or(u32::MAX, |running| running.saturating_add(WAITING));
+        let without_excess = in_flight.saturating_sub(fewest.saturating_sub(few));
+        let running_and_few = running.map_or(u32::MAX, |running| running.saturating_add(few));
         self.set(now, without_excess.min(running_and_few).min(self.limit));
         self.over = Some((now, waiting));
     }
@@ -198,6 +212,8 @@ mod tests {
         Load { running: Some(running), waiting: Some(waiting), kv_used: None }
     }
 
+    /// Answers are long: next to nothing is on its way in.
+    const SLOW: Duration = Duration::ZERO;
     const AUTO: Slots = Slots::Auto { initial: 8, max: 64 };
 
     #[test]
@@ -231,8 +247,8 @@ mod tests {
     #[test]
     fn fixed_slots_ignore_what_the_engine_reports() {
         let mut window = Window::new(Slots::Fixed(8));
-        (0..60).for_each(|second| window.reported(millis(second * 1000), load(2, 6), 8, true));
-        (60..120).for_each(|second| window.reported(millis(second * 1000), load(8, 0), 8, true));
+        (0..60).for_each(|second| window.reported(millis(second * 1000), load(2, 6), 8, true, SLOW));
+        (60..120).for_each(|second| window.reported(millis(second * 1000), load(8, 0), 8, true, SLOW));
         assert_eq!(window.limit, 8);
     }
 
@@ -242,20 +258,20 @@ mod tests {
         let mut limits = Vec::new();
         for second in 0..3 {
             let limit = window.limit;
-            window.reported(millis(second * 1000), load(limit, 0), limit, true);
+            window.reported(millis(second * 1000), load(limit, 0), limit, true, SLOW);
             limits.push(window.limit);
         }
         assert_eq!(limits, [12, 18, 27]);
-        window.reported(millis(3000), load(25, 2), 27, true);
+        window.reported(millis(3000), load(25, 2), 27, true, SLOW);
         assert_eq!(window.limit, 27, "one or two that wait are as it should be");
         for second in 4..9 {
             let limit = window.limit;
-            window.reported(millis(second * 1000), load(limit, 0), limit, true);
+            window.reported(millis(second * 1000), load(limit, 0), limit, true, SLOW);
             limits.push(window.limit);
         }
         assert_eq!(limits[3..], [28, 30, 34, 41, 49], "at most a quarter");
         for second in 9..20 {
-            window.reported(millis(second * 1000), load(window.limit, 0), window.limit, true);
+            window.reported(millis(second * 1000), load(window.limit, 0), window.limit, true, SLOW);
         }
         assert_eq!(window.limit, 64);
     }
@@ -263,44 +279,76 @@ mod tests {
     #[test]
     fn does_not_grow_for_nobody_or_for_what_is_on_its_way() {
         let mut window = Window::new(AUTO);
-        window.reported(millis(0), load(8, 0), 8, false);
-        window.reported(millis(1000), load(7, 0), 7, true);
-        window.reported(millis(2000), Load { waiting: None, ..load(8, 0) }, 8, true);
+        window.reported(millis(0), load(8, 0), 8, false, SLOW);
+        window.reported(millis(1000), load(7, 0), 7, true, SLOW);
+        window.reported(millis(2000), Load { waiting: None, ..load(8, 0) }, 8, true, SLOW);
         assert_eq!(window.limit, 8);
         // A release that the engine does not show yet, until it should have.
         for at in [3000, 3400, 3800, 4200, 4600] {
             window.released(millis(at - 100));
-            window.reported(millis(at), load(7, 0), 8, true);
+            window.reported(millis(at), load(7, 0), 8, true, SLOW);
             assert_eq!(window.limit, 8, "{at}");
         }
         window.released(millis(4900));
-        window.reported(millis(5000), load(7, 0), 8, true);
+        window.reported(millis(5000), load(7, 0), 8, true, SLOW);
         assert_eq!(window.limit, 12, "starving for two seconds");
         window.released(millis(5100));
-        window.reported(millis(5599), load(7, 0), 12, true);
+        window.reported(millis(5599), load(7, 0), 12, true, SLOW);
         assert_eq!(window.limit, 12, "and anew after each growth");
-        window.reported(millis(5600), load(7, 0), 12, true);
+        window.reported(millis(5600), load(7, 0), 12, true, SLOW);
         assert_eq!(window.limit, 18, "half a second is enough to show");
+    }
+
+    #[test]
+    fn what_only_passes_through_the_engines_queue_is_no_queue() {
+        // Forty short requests a second, an iteration of 50 ms: two are on their way in whenever one looks.
+        let iteration = Duration::from_millis(50);
+        let mut window = Window::new(AUTO);
+        let second = |window: &mut Window, at: u64, running: u32, waiting: u32| {
+            (0..40).for_each(|release| window.released(millis(at + release * 25)));
+            let in_flight = window.limit;
+            window.reported(millis(at + 1000), load(running, waiting), in_flight, true, iteration);
+        };
+        let mut at = 0;
+        while window.limit < 64 {
+            let running = window.limit - 2;
+            second(&mut window, at, running, 2);
+            at += 1000;
+            assert!(at < 20_000, "{}", window.limit);
+        }
+        // Full with 60 running: a few more than those on their way keep it busy, many are too many.
+        for (waiting, limit) in [(4, 64), (6, 64), (9, 64), (9, 61)] {
+            second(&mut window, at, 60, waiting);
+            at += 1000;
+            assert_eq!(window.limit, limit, "{waiting}");
+        }
+        // However short the answers, most of what is in flight is taken for running.
+        let mut window = Window::new(Slots::Auto { initial: 40, max: 64 });
+        (0..3).for_each(|n| {
+            (0..400).for_each(|_| window.released(millis(n * 1000)));
+            window.reported(millis(n * 1000 + 1000), load(8, 32), 40, true, Duration::from_secs(1));
+        });
+        assert_eq!(window.limit, 30, "eight that run, two, and twice ten on their way");
     }
 
     #[test]
     fn shrinks_to_what_runs_and_the_few_that_should_wait() {
         let mut window = Window::new(Slots::Auto { initial: 40, max: 64 });
-        window.reported(millis(0), load(20, 20), 40, true);
-        window.reported(millis(499), load(20, 12), 40, true);
+        window.reported(millis(0), load(20, 20), 40, true, SLOW);
+        window.reported(millis(499), load(20, 12), 40, true, SLOW);
         assert_eq!(window.limit, 40, "a burst passes");
-        window.reported(millis(500), load(25, 20), 40, true);
+        window.reported(millis(500), load(25, 20), 40, true, SLOW);
         assert_eq!(window.limit, 27, "what runs and two");
-        window.reported(millis(1000), load(25, 4), 40, true);
+        window.reported(millis(1000), load(25, 4), 40, true, SLOW);
         assert_eq!(window.limit, 27, "it does not grow by shrinking");
         // Without the number of those that run: by the fewest that waited.
         let unknown = |waiting| Load { running: None, ..load(0, waiting) };
-        window.reported(millis(1100), unknown(2), 27, true);
+        window.reported(millis(1100), unknown(2), 27, true, SLOW);
         for (at, waiting) in [(2000, 9), (2200, 7), (2500, 12)] {
-            window.reported(millis(at), unknown(waiting), 27, true);
+            window.reported(millis(at), unknown(waiting), 27, true, SLOW);
         }
         assert_eq!(window.limit, 22, "five of seven were too many");
-        window.reported(millis(2700), unknown(12), 22, true);
+        window.reported(millis(2700), unknown(12), 22, true, SLOW);
         assert_eq!(window.limit, 22, "counted anew");
     }
 
@@ -320,7 +368,7 @@ mod tests {
             assert!((27..=38).contains(&window.limit), "{}", window.limit);
         }
         let settled = window.limit;
-        window.reported(millis(60_000), load(settled - 1, 1), settled, true);
+        window.reported(millis(60_000), load(settled - 1, 1), settled, true, SLOW);
         (60..89).for_each(|n| second(&mut window, n * 1000));
         assert_eq!(window.limit, settled, "an engine that reports is not tried out");
         // Not full, nothing is tried out.
@@ -334,7 +382,7 @@ mod tests {
     #[test]
     fn another_maximum_keeps_what_was_learnt_and_another_start_does_not() {
         let mut window = Window::new(AUTO);
-        window.reported(millis(0), load(8, 0), 8, true);
+        window.reported(millis(0), load(8, 0), 8, true, SLOW);
         window.reconfigure(AUTO);
         window.reconfigure(Slots::Auto { initial: 8, max: 32 });
         assert_eq!(window.limit, 12);
