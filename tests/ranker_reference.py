@@ -33,7 +33,7 @@ def pieces(text):
     ids = tokenizer(text, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
     room = limit - 2
     if len(ids) > room:
-        tail = room // 2
+        tail = room // 3
         ids = ids[: room - tail] + ids[len(ids) - tail :]
     return [101, *ids, 102]
 

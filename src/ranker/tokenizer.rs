@@ -79,8 +79,8 @@ impl Tokenizer {
         self.inner.get_vocab_size(true)
     }
 
-    /// `[CLS] user [SEP]`, or `[CLS] system [SEP] user [SEP]`. Of a longer system prompt the head is kept; of a longer user turn the first and the last
-    /// half of the room: instructions often stand at the end.
+    /// `[CLS] user [SEP]`, or `[CLS] system [SEP] user [SEP]`. Of a longer system prompt the head is kept; of a longer user turn the first two thirds
+    /// of the room and the last third: instructions often stand at the end, but so do templates that many prompts share.
     pub fn pieces(&self, text: &PromptText) -> Pieces {
         let mut ids = vec![self.cls];
         let mut system = self.encode(&text.system);
@@ -94,7 +94,7 @@ impl Tokenizer {
         if user.len() <= room {
             ids.extend(user);
         } else {
-            let tail = room / 2;
+            let tail = room / 3;
             ids.extend(&user[..room - tail]);
             ids.extend(&user[user.len() - tail..]);
         }
@@ -149,8 +149,8 @@ pub(crate) mod tests {
 
     #[test]
     fn of_a_long_prompt_head_and_tail_are_kept() {
-        assert_eq!(pieces("", "a a a a b b c c d d d d e"), [2, 8, 8, 8, 8, 11, 11, 11, 12, 3]);
-        assert_eq!(pieces("a b c", "a a a b b b c c c"), [2, 8, 9, 3, 8, 8, 8, 10, 10, 3]);
+        assert_eq!(pieces("", "a a a a b b c c d d d d e"), [2, 8, 8, 8, 8, 9, 9, 11, 12, 3]);
+        assert_eq!(pieces("a b c", "a a a b b b c c c"), [2, 8, 9, 3, 8, 8, 8, 9, 10, 3]);
     }
 
     #[test]
