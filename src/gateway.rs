@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
 use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
-use crate::learnt::Keeper;
+use crate::learnt::{self, Keeper};
 use crate::proxy::upstream::Connections;
 use crate::ranker::{Ranker, RankerError};
 use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
@@ -257,7 +257,7 @@ pub enum ApplyError {
         new: String,
     },
     /// There is no place to keep what pools learn.
-    #[error("state: the directory {} cannot be made: {source}", directory.display())]
+    #[error("state: the directory {} cannot be made or written: {source}", directory.display())]
     State {
         /// Where it should be.
         directory: PathBuf,
@@ -288,7 +288,7 @@ impl Gateway {
     /// Starts the pools and the ranker of `snapshot`. Needs a tokio runtime; waits for no backend.
     pub async fn start(snapshot: Snapshot) -> Result<Arc<Gateway>, ApplyError> {
         if let Some(directory) = &snapshot.state {
-            std::fs::create_dir_all(directory).map_err(|source| ApplyError::State { directory: directory.clone(), source })?;
+            learnt::prepare(directory).map_err(|source| ApplyError::State { directory: directory.clone(), source })?;
         }
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
         let metrics = Metrics::default();
@@ -390,7 +390,9 @@ impl Gateway {
             let live = gateway.live();
             let Some(settings) = live.snapshot.ranker.clone() else { return Err(RankerError::Off) };
             let ranker = live.ranker.clone();
-            let version = apart(move || ranker.reload(&settings.weights)).await?;
+            let reloaded = apart(move || ranker.reload(&settings.weights)).await;
+            let version = reloaded.inspect_err(|error| tracing::error!("ranker not reloaded, the running one stays: {error}"))?;
+            tracing::info!(version = format!("{:08x}", version.0), "ranker reloaded");
             live.pools.iter().for_each(|pool| pool.dispatcher.restore(Learnt::clone(&live.ranker.prior())));
             Ok(version)
         });
@@ -448,7 +450,9 @@ async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ran
     match wanted {
         Some(wanted) if stays => {
             let (ranker, directory) = (live.ranker.clone(), wanted.weights.clone());
-            apart(move || ranker.follow(&directory)).await?;
+            if apart(move || ranker.follow(&directory)).await? {
+                tracing::info!(version = live.ranker.version().map(|version| format!("{:08x}", version.0)), "ranker reloaded");
+            }
             Ok(live.ranker.clone())
         }
         wanted => start_ranker(wanted.cloned()).await,

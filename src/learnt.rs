@@ -20,6 +20,17 @@ const ANSWERS: usize = 16_384;
 /// Bytes of the largest file that is read.
 const LARGEST: u64 = 16 << 20;
 
+/// Makes the directory if it is missing, and sees that files can be written there.
+///
+/// # Errors
+/// One of the two fails.
+pub fn prepare(directory: &Path) -> io::Result<()> {
+    fs::create_dir_all(directory)?;
+    let trial = directory.join(format!("{}.new", std::process::id()));
+    write_whole(&trial, b"")?;
+    fs::remove_file(&trial)
+}
+
 /// The file of one pool.
 #[derive(Debug)]
 pub struct Keeper {
@@ -76,7 +87,9 @@ impl Keeper {
 
     /// What was kept, with the ids that `id` gives to names. A damaged file is set aside under another name, and a warning says so.
     pub fn read(&self, id: impl Fn(&str) -> ModelId) -> Option<Learnt> {
-        let read = fs::File::open(&self.path).and_then(|file| {
+        // Not of a pipe or a device, which might have no end.
+        let is_file = |metadata: fs::Metadata| if metadata.is_file() { Ok(()) } else { Err(io::Error::other("it is not a regular file")) };
+        let read = fs::metadata(&self.path).and_then(is_file).and_then(|()| fs::File::open(&self.path)).and_then(|file| {
             let mut text = Vec::new();
             file.take(LARGEST + 1).read_to_end(&mut text).map(|_| text)
         });
@@ -130,6 +143,8 @@ impl Keeper {
 
 /// Writes a new file that only this user reads: names of models are nobody else's business.
 fn write_whole(path: &Path, text: &[u8]) -> io::Result<()> {
+    // An operator may have cleared away the directory.
+    path.parent().map_or(Ok(()), fs::create_dir_all)?;
     // A process that had the same id may have left one.
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -249,6 +264,23 @@ mod tests {
         keeper.write(&Learnt::default(), &BTreeMap::new()).unwrap();
         assert_eq!(keeper.read(|_| unreachable!()), Some(Learnt::default()));
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is left beside it");
+    }
+
+    #[test]
+    fn a_directory_is_made_where_it_is_missing_and_a_pipe_is_not_read() {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = parent.path().join("a/b");
+        prepare(&directory).unwrap();
+        assert_eq!(fs::read_dir(&directory).unwrap().count(), 0);
+        fs::remove_dir_all(&directory).unwrap();
+        let keeper = Keeper::new(&directory, "chat");
+        keeper.write(&learnt(), &BTreeMap::new()).unwrap();
+        assert!(keeper.read(|_| unreachable!()).is_some());
+        fs::write(parent.path().join("file"), "").unwrap();
+        assert!(prepare(&parent.path().join("file/below")).is_err());
+        fs::remove_file(directory.join("chat.json")).unwrap();
+        fs::create_dir(directory.join("chat.json")).unwrap();
+        assert_eq!(keeper.read(|_| unreachable!()), None, "neither is anything else that is no file");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use anyhow::Context;
 use clap::{Parser, Subcommand};
 use headway::engine::server as engine;
 use headway::simulator::command as simulator;
@@ -68,7 +69,12 @@ fn story(error: &anyhow::Error) -> String {
 }
 
 fn check(file: &Path) -> anyhow::Result<()> {
-    print!("{}", headway::config::check(file)?);
+    let summary = headway::config::check(file)?;
+    // Not the configuration's own business, and the start would fail of it all the same.
+    if let Some(ranker) = headway::config::load(file)?.ranker {
+        headway::ranker::Ranker::start(ranker).context("ranker")?;
+    }
+    print!("{summary}");
     Ok(())
 }
 

@@ -128,6 +128,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     let _ = writeln!(out, "  clients    {tls}://{}", snapshot.listen);
     let _ = writeln!(out, "  operators  http://{}", snapshot.admin);
     let _ = writeln!(out, "  ranker     {ranker}");
+    if let Some(state) = &snapshot.state {
+        let _ = writeln!(out, "  state      {}", state.display());
+    }
     if let Some(otlp) = &snapshot.otlp {
         let _ = writeln!(out, "  traces     {} of requests go to {}", otlp.sample, otlp.endpoint);
     }
