@@ -1,12 +1,12 @@
 //! Headers that end here, in both directions.
 
-use std::hash::{BuildHasher, RandomState};
-
 use http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use http::request::Parts;
+
+use crate::telemetry::random;
 
 /// Names a request end to end.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -74,7 +74,6 @@ pub fn request_id(headers: &HeaderMap) -> HeaderValue {
         // A copy: see `Account::open`.
         Some(id) if !id.is_empty() && id.len() <= LONGEST_ID && id.to_str().is_ok() => HeaderValue::from_bytes(id.as_bytes()).unwrap_or(id.clone()),
         _ => {
-            let random = || RandomState::new().hash_one(());
             let id = format!("{:016x}{:016x}", random(), random());
             // Hexadecimal digits are a header value.
             HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("0"))

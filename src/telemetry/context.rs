@@ -76,8 +76,8 @@ pub(super) fn new_span() -> SpanId {
     SpanId::from_bytes(random().to_be_bytes())
 }
 
-/// Unpredictable enough to be unique: SipHash of a counter under this thread's random key. Zero stands for "none" in both ids, and never comes out.
-fn random() -> u64 {
+/// For ids. Unpredictable enough to be unique: SipHash of a counter under this thread's random key. Zero, which stands for "none" in traces, never comes out.
+pub fn random() -> u64 {
     RandomState::new().hash_one(()).max(1)
 }
 

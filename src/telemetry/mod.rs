@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use opentelemetry::trace::TraceId;
 
+pub use context::random;
 pub use trace::{Stage, Trace};
 pub use tracer::{Tracer, TracerError};
 
