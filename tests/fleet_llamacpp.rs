@@ -2,8 +2,8 @@
 //! `tests/run` installs the server into target/venv and runs this; by hand: `cargo test --test fleet_llamacpp -- --ignored`.
 #![cfg(feature = "gateway")]
 
-use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
@@ -12,7 +12,10 @@ use std::time::Duration;
 use headway::config::BackendSettings;
 use headway::fleet::{self, Backend, EngineKind, Listener, Siblings};
 use headway::scheduler::{BackendId, BackendState, Load, Slots, Standing, Weight};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 /// A server process, ended with the value.
@@ -74,7 +77,7 @@ impl Listener for Ear {
 /// Waits for news that fit.
 async fn until(news: &mut mpsc::UnboundedReceiver<News>, what: &str, fits: impl Fn(&News) -> bool) -> News {
     let mut last = String::new();
-    let found = timeout(Duration::from_secs(20), async {
+    let found = timeout(Duration::from_secs(60), async {
         loop {
             let item = news.recv().await.expect("the watch goes on");
             if fits(&item) {
@@ -88,17 +91,22 @@ async fn until(news: &mut mpsc::UnboundedReceiver<News>, what: &str, fits: impl 
     });
     match found.await {
         Ok(item) => item,
-        Err(_) => panic!("{what}: not within 20 s; last was {last}"),
+        Err(_) => panic!("{what}: not within 60 s; last was {last}"),
     }
 }
 
-/// Begins a streamed completion of `tokens` tokens and leaves it running.
-fn begin_completion(port: u16, tokens: u32) -> TcpStream {
+/// Keeps one request in the server at all times: a completion of `tokens` tokens, and when it ended another one. Ends with its task.
+async fn keep_asking(port: u16, tokens: u32) {
     let body = format!(r#"{{"model":"toy","prompt":"a b c","max_tokens":{tokens},"stream":true}}"#);
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).expect("the server listens");
-    write!(stream, "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}", body.len())
-        .expect("the server reads");
-    stream
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    loop {
+        let mut stream = TcpStream::connect(("127.0.0.1", port)).await.expect("the server listens");
+        stream.write_all((head.clone() + &body).as_bytes()).await.expect("the server reads");
+        tokio::io::copy(&mut stream, &mut tokio::io::sink()).await.expect("the server answers");
+    }
 }
 
 #[tokio::test]
@@ -129,9 +137,14 @@ async fn a_llama_cpp_server_is_understood() {
     assert_eq!(*backend.models(), ["toy"]);
     assert_eq!((state.slots, state.context_tokens), (Slots::Auto { initial: 4, max: 6 }, Some(2048)));
 
-    let running: Vec<TcpStream> = (0..7).map(|_| begin_completion(port, 2000)).collect();
+    // However fast the machine and however late a look, there is something to see.
+    let mut running = JoinSet::new();
+    for _ in 0..7 {
+        running.spawn(keep_asking(port, 2000));
+    }
     let full = Load { running: Some(4), waiting: Some(3), kv_used: None };
     until(&mut news, "four run and three wait", |news| matches!(news, News::Load(load) if *load == full)).await;
+    assert!(running.try_join_next().is_none(), "every client still asks");
     drop(running);
     let empty = Load { running: Some(0), waiting: Some(0), kv_used: None };
     until(&mut news, "nothing runs after the clients left", |news| matches!(news, News::Load(load) if *load == empty)).await;
