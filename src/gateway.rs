@@ -12,7 +12,7 @@ use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
-use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
+use crate::config::{self, BackendSettings, RankerSettings, Snapshot, TrainingLogSettings};
 use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
 use crate::learnt::{self, Keeper};
@@ -21,6 +21,7 @@ use crate::ranker::{Ranker, RankerError};
 use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Tracer, TracerError};
+use crate::training_log::{TrainingLog, TrainingLogError};
 
 /// Between two writings of what pools have learnt.
 const KEEP: Duration = Duration::from_secs(60);
@@ -33,6 +34,8 @@ pub struct Live {
     pub snapshot: Arc<Snapshot>,
     /// The scoring stage.
     pub ranker: Ranker,
+    /// Where the lengths of answers are noted; `None`: nowhere.
+    pub training_log: Option<Arc<TrainingLog>>,
     /// The running pools, parallel to `snapshot.pools`.
     pub pools: Vec<Arc<PoolRuntime>>,
 }
@@ -267,6 +270,9 @@ pub enum ApplyError {
     /// The ranker that the configuration names does not load.
     #[error("ranker: {0}")]
     Ranker(#[from] RankerError),
+    /// The training log cannot be kept as configured.
+    #[error("{0}")]
+    TrainingLog(#[from] TrainingLogError),
     /// Traces cannot be sent as configured.
     #[error("{0}")]
     Tracer(#[from] TracerError),
@@ -292,10 +298,11 @@ impl Gateway {
         }
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
         let metrics = Metrics::default();
+        let training_log = next_training_log(None, snapshot.training_log.as_ref(), &metrics).await?;
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools =
             snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
-        let live = Live { snapshot: Arc::new(snapshot), ranker, pools };
+        let live = Live { snapshot: Arc::new(snapshot), ranker, training_log, pools };
         let gateway = Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
@@ -325,6 +332,7 @@ impl Gateway {
         let (collector, wanted) = (live.snapshot.otlp.as_ref(), snapshot.otlp.as_ref());
         unchanged("telemetry.otlp.endpoint", collector.map(|otlp| &otlp.endpoint), wanted.map(|otlp| &otlp.endpoint))?;
         unchanged("telemetry.otlp.service_name", collector.map(|otlp| &otlp.service_name), wanted.map(|otlp| &otlp.service_name))?;
+        let training_log = next_training_log(live.training_log.as_ref(), snapshot.training_log.as_ref(), &self.metrics).await?;
         let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
         for (index, settings) in snapshot.pools.iter().enumerate() {
@@ -350,7 +358,7 @@ impl Gateway {
         for gone in live.pools.iter().filter(|pool| !pools.iter().any(|stays| Arc::ptr_eq(pool, stays))) {
             gone.keep().await;
         }
-        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, pools }));
+        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, training_log, pools }));
         Ok(())
     }
 
@@ -457,6 +465,20 @@ async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ran
         }
         wanted => start_ranker(wanted.cloned()).await,
     }
+}
+
+/// The training log that the next configuration asks for. The running one goes on if it is the same.
+async fn next_training_log(
+    running: Option<&Arc<TrainingLog>>,
+    wanted: Option<&TrainingLogSettings>,
+    metrics: &Metrics,
+) -> Result<Option<Arc<TrainingLog>>, TrainingLogError> {
+    let Some(wanted) = wanted else { return Ok(None) };
+    if let Some(same) = running.filter(|running| running.settings() == wanted) {
+        return Ok(Some(Arc::clone(same)));
+    }
+    let (wanted, counts) = (wanted.clone(), metrics.training_rows());
+    apart(move || TrainingLog::start(wanted, counts)).await.map(|log| Some(Arc::new(log)))
 }
 
 async fn keep_every_minute(gateway: Weak<Gateway>) {

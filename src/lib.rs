@@ -24,6 +24,7 @@
 //! | [`config`] | files to one validated snapshot; the only place that knows YAML | pingora, candle |
 //! | [`gateway`] | the running whole: pools kept across reloads, one live value swapped | |
 //! | [`learnt`] | what a pool has learnt, kept over a restart | |
+//! | [`training_log`] | prompts and the lengths of their answers, written down for training | proxy, dispatcher |
 //! | [`admin`] | what operators see and may do | |
 //! | [`telemetry`] | outcomes and stage timings to logs, metrics and traces; nobody below knows it | proxy, dispatcher, gateway |
 //! | [`engine`] | a model of a continuous-batching engine, and a server that runs it in real time | as `scheduler`, but for its server |
@@ -62,3 +63,5 @@ pub mod simulator;
 pub mod telemetry;
 #[cfg(feature = "gateway")]
 pub mod training;
+#[cfg(feature = "gateway")]
+pub mod training_log;

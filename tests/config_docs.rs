@@ -63,6 +63,7 @@ fn the_reference_describes_every_field_and_no_other() {
         ("Ranker", "`ranker`"),
         ("Telemetry", "`telemetry`"),
         ("Otlp", "`telemetry.otlp`"),
+        ("TrainingLog", "`training_log`"),
         ("Edge", "`edge`"),
         ("Limits", "`limits` (top level, and per pool)"),
         ("Timeouts", "`timeouts` (top level, and per pool)"),

@@ -104,6 +104,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         policy,
         ranker: None,
         otlp: None,
+        training_log: None,
         state: None,
         edge: Edge::default(),
         pools: vec![Arc::new(pool)],
@@ -130,6 +131,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     let _ = writeln!(out, "  ranker     {ranker}");
     if let Some(state) = &snapshot.state {
         let _ = writeln!(out, "  state      {}", state.display());
+    }
+    if let Some(log) = &snapshot.training_log {
+        let _ = writeln!(out, "  training   answers are noted in {}, up to {} and as much again", log.file.display(), show_bytes(log.max_size));
     }
     if let Some(otlp) = &snapshot.otlp {
         let _ = writeln!(out, "  traces     {} of requests go to {}", otlp.sample, otlp.endpoint);

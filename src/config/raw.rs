@@ -29,6 +29,7 @@ pub(super) struct File {
     pub policy: Option<Leaf<String>>,
     pub ranker: Option<Ranker>,
     pub telemetry: Option<Telemetry>,
+    pub training_log: Option<TrainingLog>,
     pub state: Option<Leaf<PathBuf>>,
     pub edge: Option<Edge>,
     pub limits: Option<Limits>,
@@ -64,6 +65,13 @@ pub(super) struct Otlp {
     pub endpoint: Leaf<Endpoint>,
     pub sample: Option<Leaf<f64>>,
     pub service_name: Option<Leaf<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct TrainingLog {
+    pub file: Leaf<PathBuf>,
+    pub max_size: Option<Leaf<Bytes>>,
 }
 
 #[derive(Default, Deserialize)]

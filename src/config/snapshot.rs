@@ -26,6 +26,8 @@ pub struct Snapshot {
     pub ranker: Option<RankerSettings>,
     /// Where traces of requests go; `None`: nowhere, and none are recorded.
     pub otlp: Option<Otlp>,
+    /// Where the lengths of answers are written down for training; `None`: nowhere.
+    pub training_log: Option<TrainingLogSettings>,
     /// The directory where pools keep what they have learnt; `None` forgets it at the end.
     pub state: Option<PathBuf>,
     /// Body, header and wait limits of the edge.
@@ -48,6 +50,8 @@ pub const DEFAULT_LIMITS: Limits = Limits { queue_requests: 100_000, queue_bytes
 pub const DEFAULT_SAMPLE: f64 = 0.01;
 /// What the gateway is called in traces when nothing else is said.
 pub const DEFAULT_SERVICE_NAME: &str = "headway";
+/// Size of a training log when nothing else is said, in bytes.
+pub const DEFAULT_TRAINING_LOG: u64 = 256 << 20;
 /// Attempts on other backends when nothing else is said.
 pub const DEFAULT_RETRIES: u32 = 2;
 /// Retries per second of one pool when nothing else is said.
@@ -94,6 +98,14 @@ pub struct Otlp {
     pub sample: f64,
     /// What this gateway is called in the traces.
     pub service_name: String,
+}
+
+/// A file of prompts and the lengths of their answers.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TrainingLogSettings {
+    pub file: PathBuf,
+    /// Bytes from which on the file becomes the older one, in place of the one before.
+    pub max_size: u64,
 }
 
 /// Where the ranker computes.

@@ -207,6 +207,7 @@ impl Builder<'_> {
         let ranker = file.ranker.as_ref().and_then(|ranker| self.ranker(ranker, &root.key("ranker")));
         let otlp = file.telemetry.as_ref().and_then(|telemetry| telemetry.otlp.as_ref());
         let otlp = otlp.and_then(|otlp| self.otlp(otlp, &root.key("telemetry").key("otlp")));
+        let training_log = file.training_log.as_ref().and_then(|log| self.training_log(log, &root.key("training_log")));
         let state = file.state.as_ref().and_then(|leaf| self.state(leaf, &root.key("state")));
         let edge = self.edge(file.edge.as_ref().unwrap_or(&raw::Edge::default()), &root.key("edge"));
         let limits = self.limits(file.limits.as_ref(), &root.key("limits"), DEFAULT_LIMITS, &edge);
@@ -233,7 +234,21 @@ impl Builder<'_> {
         }
         let models = self.routes(&file.pools.value, &pools, &place);
         let pools = pools.into_iter().map(Arc::new).collect();
-        Snapshot { listen, tls, admin, threads, policy, ranker, otlp, state, edge, pools, models, sources: std::mem::take(&mut self.sources) }
+        Snapshot {
+            listen,
+            tls,
+            admin,
+            threads,
+            policy,
+            ranker,
+            otlp,
+            training_log,
+            state,
+            edge,
+            pools,
+            models,
+            sources: std::mem::take(&mut self.sources),
+        }
     }
 
     fn distinct(&mut self, file: &raw::File, listen: SocketAddr, admin: SocketAddr) {
@@ -349,6 +364,16 @@ impl Builder<'_> {
             self.checker.problem(leaf.text.referenced, place, mistake);
         }
         Some(directory)
+    }
+
+    fn training_log(&mut self, raw: &raw::TrainingLog, place: &Place) -> Option<TrainingLogSettings> {
+        let file = self.path(&raw.file, &place.key("file"))?;
+        if file.is_dir() {
+            let mistake = Mistake::new(format!("{} is a directory", file.display()), "name a file; it is made if it is missing");
+            self.checker.problem(raw.file.text.referenced, &place.key("file"), mistake);
+        }
+        let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_TRAINING_LOG);
+        Some(TrainingLogSettings { file, max_size })
     }
 
     fn otlp(&mut self, raw: &raw::Otlp, place: &Place) -> Option<Otlp> {

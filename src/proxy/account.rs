@@ -9,13 +9,14 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use tokio::time::Instant;
 
 use super::api::Api;
-use super::stream::Seen;
+use super::stream::{Finish, Seen};
 use crate::config::Pool;
 use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
-use crate::ranker::{Neutral, Opinion};
+use crate::ranker::{Neutral, Opinion, PromptText};
 use crate::scheduler::{Facts, Time};
 use crate::telemetry::{self, Outcome, Stage, Trace};
+use crate::training_log::TrainingLog;
 
 /// What a client that left is called, here and in nginx's log.
 const CLIENT_LEFT: (u16, &str) = (499, "client_left");
@@ -45,6 +46,10 @@ pub struct Account {
     attempts: u32,
     prompt_tokens: Option<u32>,
     output_tokens: u32,
+    /// The answer said that it ended by itself.
+    stopped: bool,
+    /// Where its length is to be noted, and for which prompt.
+    noted: Option<Box<(Arc<TrainingLog>, PromptText)>>,
     status: u16,
     reason: &'static str,
     /// The backend's answer and what its status is called.
@@ -79,6 +84,8 @@ impl Account {
             attempts: 0,
             prompt_tokens: None,
             output_tokens: 0,
+            stopped: false,
+            noted: None,
             status: CLIENT_LEFT.0,
             reason: CLIENT_LEFT.1,
             answer: CLIENT_LEFT,
@@ -133,6 +140,11 @@ impl Account {
             Opinion::Neutral(Neutral::Busy) => "busy",
             Opinion::Neutral(Neutral::Failed) => "failed",
         });
+    }
+
+    /// If it is answered, the length of the answer is to be noted.
+    pub fn is_noted(&mut self, log: &Arc<TrainingLog>, text: PromptText) {
+        self.noted = Some(Box::new((Arc::clone(log), text)));
     }
 
     /// It waited this long for a slot, in addition to earlier waits.
@@ -216,6 +228,7 @@ impl Account {
     pub fn tokens(&mut self, seen: &Seen) {
         self.output_tokens = seen.output();
         self.prompt_tokens = seen.prompt_tokens;
+        self.stopped = seen.finish == Some(Finish::Stopped);
     }
 
     /// The model as the backends of its pool know it.
@@ -258,7 +271,7 @@ fn operation(api: Api, path: &str) -> (Option<&'static str>, &'static str) {
 
 impl Drop for Account {
     fn drop(&mut self) {
-        let trace = self.trace.take();
+        let (trace, noted) = (self.trace.take(), self.noted.take());
         let (operation, provider) = operation(self.api, &self.path);
         let backend = self.target.as_ref().map(|target| target.connections.host());
         let outcome = Outcome {
@@ -288,6 +301,15 @@ impl Drop for Account {
             stolen: self.stolen,
             retries: self.attempts.saturating_sub(1),
         };
+        if let (Some(noted), Some(pool)) = (noted, &self.pool)
+            && self.reason == "ok"
+            && self.stopped
+            && self.output_tokens > 0
+            && let Some(model) = self.upstream_model()
+        {
+            let (log, text) = *noted;
+            log.note(&pool.name, model, text, self.output_tokens);
+        }
         telemetry::record(&outcome, &self.gateway.metrics);
         if let (Some(trace), Some(tracer)) = (&trace, &self.gateway.tracer) {
             tracer.end(trace, &outcome);

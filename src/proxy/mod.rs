@@ -420,7 +420,11 @@ async fn read_prompt(api: Api, head: &Parts, body: &Bytes) -> Result<Prompt, Bad
 /// Asks the ranker, which answers within its deadline whatever happens.
 async fn score(live: &Live, prompt: &mut Prompt, account: &mut Account) -> Option<Scored> {
     account.enters(Stage::Score);
-    let opinion = live.ranker.score(std::mem::take(&mut prompt.text)).await;
+    let text = std::mem::take(&mut prompt.text);
+    if let Some(log) = live.training_log.as_ref().filter(|_| prompt.single && !text.user.is_empty()) {
+        account.is_noted(log, text.clone());
+    }
+    let opinion = live.ranker.score(text).await;
     account.scored(&opinion);
     match opinion {
         Opinion::Scored(scored) => Some(scored),

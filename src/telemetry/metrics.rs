@@ -67,7 +67,7 @@ struct ScoringLabels {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
-struct TraceLabels {
+struct ResultLabels {
     result: &'static str,
 }
 
@@ -82,6 +82,15 @@ pub struct Traces {
     pub dropped: Counter,
 }
 
+/// What became of rows for training.
+#[derive(Clone, Debug)]
+pub struct TrainingRows {
+    /// They are in the file.
+    pub written: Counter,
+    /// The disk did not take them, or not in time.
+    pub lost: Counter,
+}
+
 /// The counters of one gateway.
 pub struct Metrics {
     registry: Registry,
@@ -93,7 +102,8 @@ pub struct Metrics {
     output_tokens: Family<ModelLabels, Counter>,
     retries: Family<PoolLabels, Counter>,
     scores: Family<ScoringLabels, Counter>,
-    traces: Family<TraceLabels, Counter>,
+    traces: Family<ResultLabels, Counter>,
+    training_rows: Family<ResultLabels, Counter>,
     /// Models with series of their own.
     models: Mutex<BTreeSet<String>>,
 }
@@ -118,6 +128,7 @@ impl Default for Metrics {
             retries: Family::default(),
             scores: Family::default(),
             traces: Family::default(),
+            training_rows: Family::default(),
             models: Mutex::default(),
         };
         metrics.registered()
@@ -136,6 +147,7 @@ impl Metrics {
         registry.register("retries", "Attempts on another backend before the first byte", self.retries.clone());
         registry.register("scores", "Where the scores of requests came from", self.scores.clone());
         registry.register("traces", "Recorded traces, by what became of them", self.traces.clone());
+        registry.register("training_rows", "Answers noted for training, by what became of them", self.training_rows.clone());
         self
     }
 
@@ -171,8 +183,14 @@ impl Metrics {
 
     /// Counters of recorded traces, which have series from then on.
     pub fn traces(&self) -> Traces {
-        let of = |result| self.traces.get_or_create(&TraceLabels { result }).clone();
+        let of = |result| self.traces.get_or_create(&ResultLabels { result }).clone();
         Traces { sent: of("sent"), failed: of("failed"), dropped: of("dropped") }
+    }
+
+    /// Counters of rows for training, which have series from then on.
+    pub fn training_rows(&self) -> TrainingRows {
+        let of = |result| self.training_rows.get_or_create(&ResultLabels { result }).clone();
+        TrainingRows { written: of("written"), lost: of("lost") }
     }
 
     /// Writes the metrics in the OpenMetrics text format, without the closing `# EOF`.

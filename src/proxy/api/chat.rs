@@ -24,6 +24,8 @@ pub struct Content {
     pub text: PromptText,
     /// Estimated.
     pub tokens: Tokens,
+    /// These are several prompts, of which the text is the first.
+    pub several: bool,
 }
 
 /// One element of a conversation: a chat message, or an item of a response's input.
@@ -125,16 +127,20 @@ pub fn plain(raw: &RawValue) -> Result<Content, BadBody> {
     let wrong = || BadBody::wrong("prompt", "a string, an array of strings, or an array of tokens");
     let bytes = raw.get().len();
     match raw.get().as_bytes()[0] {
-        b'"' => Ok(Content { text: PromptText { system: String::new(), user: text::ends(raw) }, tokens: tokens(bytes) }),
+        b'"' => Ok(Content { text: PromptText { system: String::new(), user: text::ends(raw) }, tokens: tokens(bytes), several: false }),
         b'[' => {
             let prompts: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| wrong())?;
             let first = prompts.first().map_or(b' ', |raw| raw.get().as_bytes()[0]);
             match first {
                 // Of several prompts the first stands for all.
-                b'"' => Ok(Content { text: PromptText { system: String::new(), user: text::ends(prompts[0]) }, tokens: tokens(bytes) }),
+                b'"' => Ok(Content {
+                    text: PromptText { system: String::new(), user: text::ends(prompts[0]) },
+                    tokens: tokens(bytes),
+                    several: prompts.len() > 1,
+                }),
                 // Tokens cannot be read here: the request is neutral, but its length is known.
-                b'0'..=b'9' => Ok(Content { text: PromptText::default(), tokens: u32::try_from(prompts.len()).unwrap_or(u32::MAX) }),
-                b'[' => Ok(Content { text: PromptText::default(), tokens: tokens(bytes) }),
+                b'0'..=b'9' => Ok(Content { text: PromptText::default(), tokens: u32::try_from(prompts.len()).unwrap_or(u32::MAX), several: false }),
+                b'[' => Ok(Content { text: PromptText::default(), tokens: tokens(bytes), several: true }),
                 _ => Err(wrong()),
             }
         }

@@ -85,6 +85,8 @@ pub struct Prompt {
     pub prompt_tokens: Tokens,
     /// The client's limit on output tokens, over all of its `n` answers.
     pub max_output: Option<Tokens>,
+    /// It asks for one answer to one prompt, so that the answer's length is the prompt's.
+    pub single: bool,
     /// The client asked for a usage chunk at the end of its stream.
     pub include_usage: bool,
     /// Where the fields stand that may have to change.
@@ -176,6 +178,7 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         text: PromptText::default(),
         prompt_tokens: 0,
         max_output: None,
+        single: false,
         include_usage: false,
         places: Places {
             // The body parsed as an object, so it has a brace.
@@ -221,6 +224,7 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
     };
     let tools = fields.tools.map_or(0, |raw| raw.get().len());
     prompt.prompt_tokens = content.tokens.saturating_add(tokens(tools));
+    prompt.single = answers == 1 && !content.several;
     prompt.text = content.text;
     Ok(prompt)
 }
@@ -249,6 +253,7 @@ impl Prompt {
             text: PromptText::default(),
             prompt_tokens: tokens(body),
             max_output: None,
+            single: false,
             include_usage: false,
             places: Places { form_model, ..Places::default() },
         }
