@@ -28,7 +28,8 @@ fn reports_compare_policies_on_the_same_requests() {
     let file = |name: &str| dir.path().join(name).display().to_string();
     let (scenario, json, html) = (file("small.yaml"), file("small.json"), file("small.html"));
     fs::write(&scenario, SMALL).unwrap();
-    let output = headway(&[&scenario, "--seed", "5", "--check", "--json", &json, "--html", &html]);
+    let reports = || headway(&[&scenario, "--seed", "5", "--check", "--json", &json, "--html", &html]);
+    let output = reports();
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
     for name in ["round-robin", "least-loaded", "fcfs", "sjf", "headway", "oracle-boost", "headway@0.1", "headway@1", "p99.9", "overtaken"] {
@@ -52,9 +53,14 @@ fn reports_compare_policies_on_the_same_requests() {
     // Shown without a network, and without a script.
     assert!(!page.contains("http") && !page.contains("<script"));
 
+    let read = |name: &str| fs::read_to_string(name).unwrap();
+    let before = (table, read(&json), page);
+    assert_eq!((text(&reports().stdout), read(&json), read(&html)), before, "a seed replays all reports");
+
     let again = file("again.json");
-    assert!(headway(&[&scenario, "--seed", "5", "--json", &again, "--policy", "headway"]).status.success());
-    let again: serde_json::Value = serde_json::from_str(&fs::read_to_string(&again).unwrap()).unwrap();
+    assert!(headway(&[&scenario, "--seed", "5", "--json", &again, "--policy", "headway, fcfs"]).status.success());
+    let again: serde_json::Value = serde_json::from_str(&read(&again)).unwrap();
+    assert_eq!(again["runs"].as_array().unwrap().len(), 2, "the scenario's gammas are left out");
     let headways = runs.iter().find(|run| run["policy"] == "headway").unwrap();
     assert_eq!(again["runs"][0]["ttlt_seconds"], headways["ttlt_seconds"], "a seed replays a run");
 }

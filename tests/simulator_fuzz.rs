@@ -11,7 +11,7 @@ fn variable(name: &str, default: u64) -> u64 {
 #[test]
 fn no_seed_breaks_anything() {
     let (from, seeds) = (variable("FUZZ_FROM", 0), variable("FUZZ_SEEDS", 300));
-    let (mut answered, mut otherwise, mut events) = (0, 0, 0);
+    let (mut answered, mut otherwise, mut events, mut capped) = (0, 0, 0, 0);
     for seed in from..from + seeds {
         let run = std::panic::catch_unwind(|| fuzz::try_seed(seed))
             .unwrap_or_else(|_| panic!("seed {seed} panics; replay it with: headway simulate --fuzz 1 --seed {seed}"))
@@ -20,10 +20,12 @@ fn no_seed_breaks_anything() {
         answered += whole;
         otherwise += run.answers.len() - whole;
         events += run.events;
+        capped += u64::from(run.reached > 0.9);
     }
-    println!("{seeds} seeds, {events} events, {answered} answers, {otherwise} other endings");
+    println!("{seeds} seeds, {events} events, {answered} answers, {otherwise} other endings, overtaking near B in {capped}");
     // A generator that only makes wrecks, or none, tests little.
     assert!(seeds < 100 || answered > otherwise && otherwise > answered / 50, "{answered} answered, {otherwise} not");
+    assert!(seeds < 100 || capped >= seeds / 30, "overtaking comes near B in {capped} of {seeds} seeds only");
 }
 
 #[test]

@@ -83,6 +83,9 @@ pub struct Run {
     pub engines: Vec<engine::Counters>,
     /// By how many seconds at most a released request had arrived after one that still waited anywhere in the pool.
     pub overtaken: f64,
+    /// The largest share of B by which a request was overtaken in its own queue, weights taken into account: 1 is all that is promised. 0 unless everything was
+    /// checked.
+    pub reached: f64,
     /// Sequences in iterations, summed over all engines: what simulated work is measured in.
     pub request_iterations: u64,
     /// Events that the scheduler was told.
@@ -153,15 +156,26 @@ pub struct Figures {
 }
 
 impl Run {
-    /// Sums up. The first share `warm_up` of the arrivals is left out of what is said about single requests.
-    pub fn figures(&self, warm_up: f64) -> Figures {
+    /// What became of the requests after the first share `warm_up` of the arrivals.
+    pub fn counted(&self, warm_up: f64) -> impl Iterator<Item = &Answer> + Clone {
         let mut arrivals: Vec<Time> = self.answers.iter().map(|answer| answer.arrived).collect();
         arrivals.sort_unstable();
         let from = arrivals.get((arrivals.len() as f64 * warm_up) as usize).copied().unwrap_or(Time::ZERO);
-        let counted = || self.answers.iter().filter(|answer| answer.arrived >= from);
-        let whole = || counted().filter(|answer| answer.end == End::Answered);
+        self.answers.iter().filter(move |answer| answer.arrived >= from)
+    }
+
+    /// Of those, the ones with a whole answer.
+    pub fn whole(&self, warm_up: f64) -> impl Iterator<Item = &Answer> + Clone {
+        self.counted(warm_up).filter(|answer| answer.end == End::Answered)
+    }
+
+    /// Sums up. The first share `warm_up` of the arrivals is left out of what is said about single requests.
+    pub fn figures(&self, warm_up: f64) -> Figures {
+        let (counted, whole) = (self.counted(warm_up), self.whole(warm_up));
+        let (counted, whole) = (|| counted.clone(), || whole.clone());
         let seconds = |span: Duration| span.as_secs_f64();
-        let span = self.end.since(arrivals.first().copied().unwrap_or_default()).as_secs_f64().max(1e-6);
+        let first = self.answers.iter().map(|answer| answer.arrived).min();
+        let span = self.end.since(first.unwrap_or_default()).as_secs_f64().max(1e-6);
         let produced: u64 = self.answers.iter().map(|answer| u64::from(answer.output)).sum();
         let (aged, released) = self.counters.as_ref().map_or((0, 0), |counters| (counters.aged, counters.released));
         let overloaded = self.moments.iter().filter(|moment| moment.mode == Some(Mode::Overload)).count();
@@ -208,10 +222,20 @@ mod tests {
         };
         let answers =
             vec![answer(0, 0, 100, End::Answered), answer(1, 10, 14, End::Answered), answer(2, 20, 30, End::Left), answer(3, 30, 36, End::Answered)];
-        let run =
-            Run { answers, moments: vec![], counters: None, engines: vec![], overtaken: 0.0, request_iterations: 0, events: 0, end: second(100) };
+        let run = Run {
+            answers,
+            moments: vec![],
+            counters: None,
+            engines: vec![],
+            overtaken: 0.0,
+            reached: 0.0,
+            request_iterations: 0,
+            events: 0,
+            end: second(100),
+        };
         let figures = run.figures(0.25);
         assert_eq!((figures.ttlt.count, figures.ttlt.mean, figures.ttft.mean, figures.wait.count), (2, 5.0, 2.0, 3));
+        assert_eq!((run.counted(0.25).count(), run.whole(0.25).map(|answer| answer.job).collect::<Vec<_>>()), (3, vec![1, 3]));
         assert_eq!((figures.per_token.mean, figures.unanswered, figures.tokens_per_second), (0.5, 1, 0.4));
     }
 }

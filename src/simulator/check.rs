@@ -4,9 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use crate::scheduler::invariants::{self, Violation};
-use crate::scheduler::{
-    Action, BackendId, Counters, Event, Explanation, Facts, Mode, Order, Policy, PoolView, RequestId, Scheduler, Standing, Time, Weight,
-};
+use crate::scheduler::{Action, BackendId, Event, Explanation, Facts, Mode, Order, Policy, PoolView, RequestId, Scheduler, Standing, Time, Weight};
 
 /// How many events before the last one an error shows.
 const HISTORY: usize = 24;
@@ -78,7 +76,7 @@ pub(super) struct Before {
     homes: BTreeMap<RequestId, Explanation>,
     /// Whether the event moves requests between queues.
     moves: bool,
-    /// How the pool looked before an event that may have no effect.
+    /// How the pool looked before an event that may have no effect. What time alone brings about has happened by then.
     unknown: Option<Box<PoolView>>,
 }
 
@@ -103,6 +101,8 @@ pub(super) struct Check {
     /// By the backend whose queue they came from: whether each of the last four releases was by age.
     turns: BTreeMap<BackendId, VecDeque<bool>>,
     history: VecDeque<(Time, Event)>,
+    /// See [`Run::reached`](super::Run::reached).
+    reached: f64,
 }
 
 impl Check {
@@ -116,12 +116,30 @@ impl Check {
             rebuilds: 0,
             turns: BTreeMap::new(),
             history: VecDeque::new(),
+            reached: 0.0,
         }
+    }
+
+    /// See [`Run::reached`](super::Run::reached).
+    pub fn reached(&self) -> f64 {
+        self.reached
     }
 
     /// The last events, for an error.
     pub fn history(&self) -> Vec<String> {
         self.history.iter().map(|(at, event)| format!("{:.6} {event:?}", at.as_secs_f64())).collect()
+    }
+
+    /// Whether an event is about something that the scheduler cannot know, so that it may have no effect.
+    pub fn is_unknown(&self, event: &Event) -> bool {
+        match event {
+            Event::Cancelled(id) => !self.waiting.contains_key(id),
+            Event::Progress(id, _) | Event::Finished(id, _) => !self.running.contains_key(id),
+            Event::LoadReported(id, _) => !self.standings.contains_key(id),
+            Event::Arrived(_) | Event::BackendChanged(..) | Event::PolicyChanged(_) | Event::LimitsChanged(_) | Event::DrainStarted | Event::Tick => {
+                false
+            }
+        }
     }
 
     pub fn before(&mut self, now: Time, scheduler: &Scheduler, event: &Event) -> Before {
@@ -131,36 +149,32 @@ impl Check {
         self.history.push_back((now, event.clone()));
         let homes = self.waiting.keys().filter_map(|id| Some((*id, scheduler.explain(*id)?))).collect();
         let mut moves = false;
-        let known = match event {
+        let unknown = self.is_unknown(event).then(|| Box::new(scheduler.view()));
+        match event {
             Event::Arrived(request) => {
                 let known = Known { arrived: request.arrived, expires: request.expires, weight: request.weight, excluded: request.excluded.clone() };
                 self.waiting.insert(request.id, known);
-                true
             }
-            Event::Cancelled(id) => self.waiting.remove(id).is_some(),
-            Event::Progress(id, _) => self.running.contains_key(id),
-            Event::Finished(id, _) => self.running.remove(id).is_some(),
+            Event::Cancelled(id) => drop(self.waiting.remove(id)),
+            Event::Finished(id, _) => drop(self.running.remove(id)),
             Event::BackendChanged(id, state) => {
                 moves = true;
                 self.turns.clear();
                 self.standings.insert(*id, state.standing);
-                true
             }
-            Event::LoadReported(id, _) => self.standings.contains_key(id),
             Event::PolicyChanged(policy) => {
                 (self.order, self.share) = (policy.order(), policy.aging_share());
                 self.turns.clear();
-                true
             }
-            Event::LimitsChanged(_) | Event::DrainStarted | Event::Tick => true,
-        };
-        Before { homes, moves, unknown: (!known).then(|| Box::new(scheduler.view())) }
+            Event::Progress(..) | Event::LoadReported(..) | Event::LimitsChanged(_) | Event::DrainStarted | Event::Tick => {}
+        }
+        Before { homes, moves, unknown }
     }
 
     pub fn after(&mut self, now: Time, scheduler: &Scheduler, before: &Before, actions: &[Action]) -> Result<(), Wrong> {
         invariants::all(scheduler, actions)?;
         let view = scheduler.view();
-        if before.unknown.as_ref().is_some_and(|old| actions.is_empty() && !alike(old, &view)) {
+        if before.unknown.as_ref().is_some_and(|old| !actions.is_empty() || **old != view) {
             return Err(Wrong::Effect);
         }
         let mut out = Vec::new();
@@ -231,7 +245,7 @@ impl Check {
     }
 
     /// Whoever still waits in the same queue has a larger key, and was not overtaken by more than the bound; or is younger than one that went by age.
-    fn passed_over(&self, released: &Released, before: &Before, same_keys: bool, scheduler: &Scheduler, view: &PoolView) -> Result<(), Wrong> {
+    fn passed_over(&mut self, released: &Released, before: &Before, same_keys: bool, scheduler: &Scheduler, view: &PoolView) -> Result<(), Wrong> {
         let Released { id, known, backend, facts } = released;
         let boosts = matches!(self.order, Order::Uniboost | Order::Headway | Order::OracleBoost) && view.mode == Mode::Normal;
         // One that has just come cannot be asked for its key any more.
@@ -253,13 +267,10 @@ impl Check {
             if boosts && later > bound.max(0.0) + 1e-5 {
                 return Err(Wrong::Overtook(*id, *other, later, bound));
             }
+            if boosts && bound > 0.0 {
+                self.reached = self.reached.max(later / bound);
+            }
         }
         Ok(())
     }
-}
-
-/// Whether nothing is different but what time alone brings about.
-fn alike(old: &PoolView, new: &PoolView) -> bool {
-    let time_alone = |view: &PoolView| Counters { rebuilds: 0, overloads: 0, ..view.counters.clone() };
-    time_alone(old) == time_alone(new)
 }

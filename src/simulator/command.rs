@@ -31,7 +31,7 @@ pub struct Args {
     /// Decides all that is drawn; by default the scenario's own, or 0 to begin a --fuzz with
     #[arg(long)]
     seed: Option<u64>,
-    /// Compare these instead of the scenario's: names, paths, NAME@GAMMA
+    /// Compare these instead of the scenario's policies and gammas: names, paths, NAME@GAMMA
     #[arg(long = "policy", value_name = "NAME,...", value_delimiter = ',', conflicts_with = "fuzz")]
     policies: Vec<String>,
     /// Requests for this share of what the fleet can do, instead of the scenario's
@@ -90,7 +90,8 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 fn compare(args: &Args, path: &Path) -> anyhow::Result<()> {
     let mut scenario = scenario::load(path)?;
     if !args.policies.is_empty() {
-        scenario.policies = args.policies.iter().map(|name| contender(name, Path::new(""))).collect::<std::result::Result<_, _>>()?;
+        scenario.policies = args.policies.iter().map(|name| contender(name.trim(), Path::new(""))).collect::<std::result::Result<_, _>>()?;
+        scenario.gammas.clear();
     }
     if let Some(load) = args.load {
         if !(load > 0.0 && load <= 100.0) {
@@ -105,6 +106,7 @@ fn compare(args: &Args, path: &Path) -> anyhow::Result<()> {
     print!("{}", table::heading(&header));
     let results = run_all(&scenario, &workload, seed, args.check)?;
     print!("{}", table::table(&results));
+    eprintln!("{}", speed(&results));
     if let Some(file) = &args.json {
         std::fs::write(file, table::json(&header, &results)).with_context(|| format!("writing {}", file.display()))?;
     }
@@ -112,6 +114,17 @@ fn compare(args: &Args, path: &Path) -> anyhow::Result<()> {
         std::fs::write(file, page::page(&header, &results)).with_context(|| format!("writing {}", file.display()))?;
     }
     Ok(())
+}
+
+/// How fast the simulation was. Apart from the reports, which are the same whenever the seed is.
+fn speed(results: &[Result]) -> String {
+    let (iterations, took) =
+        results.iter().fold((0, Duration::ZERO), |(iterations, took), result| (iterations + result.run.request_iterations, took + result.took));
+    let millions = iterations as f64 / 1e6;
+    format!(
+        "{millions:.1} million request-iterations (one token's worth of one request), {:.2} million a second of one core",
+        millions / took.as_secs_f64().max(1e-9)
+    )
 }
 
 fn header(path: &Path, scenario: &Scenario, workload: &Workload, capacity: f64, seed: u64) -> Header {
@@ -177,17 +190,20 @@ fn one(name: &str, swept: Option<f64>, setup: &Setup, workload: &Workload, seed:
 /// Tries seed after seed.
 fn break_things(from: u64, seeds: u64) -> anyhow::Result<()> {
     let began = Instant::now();
-    let (mut events, mut answered, mut otherwise) = (0, 0, 0);
+    let (mut events, mut answered, mut otherwise, mut capped) = (0, 0, 0, 0);
     for seed in from..from.saturating_add(seeds) {
         let replay = || format!("replay it with: headway simulate --fuzz 1 --seed {seed}");
         let run = catch_unwind(|| fuzz::try_seed(seed)).map_err(|_| anyhow!("seed {seed} panics; {}", replay()))?;
         let run = run.map_err(|broken| anyhow!("seed {seed}, {broken}\n{}", replay()))?;
         let whole = run.answers.iter().filter(|answer| answer.end == End::Answered).count();
         events += run.events;
+        capped += u64::from(run.reached > 0.9);
         answered += whole;
         otherwise += run.answers.len() - whole;
     }
     let seconds = began.elapsed().as_secs_f64();
-    println!("{seeds} seeds from {from}: nothing broke in {events} events, {answered} answers and {otherwise} other endings ({seconds:.1} s)");
+    println!(
+        "{seeds} seeds from {from}: nothing broke in {events} events, {answered} answers and {otherwise} other endings; overtaking came near B in {capped} ({seconds:.1} s)"
+    );
     Ok(())
 }

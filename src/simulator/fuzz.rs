@@ -24,14 +24,21 @@ pub fn try_seed(seed: u64) -> Result<Run, Broken> {
 /// What a seed stands for.
 pub fn draw(seed: u64) -> (Setup, Workload) {
     let random = &mut Random::new(seed, "fuzz");
-    let fleet: Vec<Member> = (0..random.within(1, 4)).map(|_| member(random)).collect();
-    let workload = workload(random, &fleet, seed);
+    // Boosts meet their cap where works differ by more than a factor of e^4, and show it where waits are longer than B: rare unless it is asked for.
+    let capped = random.chance(0.25);
+    let fleet: Vec<Member> = (0..random.within(1, if capped { 2 } else { 4 })).map(|_| member(random)).collect();
+    let workload = workload(random, &fleet, seed, capped);
     // About when the last one is sent; a closed loop and a burst have no such time.
     let span = workload.jobs.iter().map(|job| job.after.as_secs_f64()).fold(1.0, f64::max);
     let plan = plan(random, fleet.len(), span);
     let setup = Setup {
-        dispatch: Dispatch::Gateway { policy: policy(random), limits: limits(random) },
-        queue_timeout: random.chance(0.5).then(|| seconds(0.1 + 60.0 * random.unit().powi(2))),
+        dispatch: if capped {
+            let limits = Limits { queue_requests: 1000, queue_bytes: 1 << 30, max_output: 4096 };
+            Dispatch::Gateway { policy: capping(random, mean_work(&fleet, &workload)), limits }
+        } else {
+            Dispatch::Gateway { policy: policy(random), limits: limits(random) }
+        },
+        queue_timeout: random.chance(if capped { 0.1 } else { 0.5 }).then(|| seconds(0.1 + 60.0 * random.unit().powi(2))),
         retries: random.below(4) as u32,
         plan,
         look: Duration::from_secs(5),
@@ -88,6 +95,21 @@ fn policy(random: &mut Random) -> Policy {
     Policy::new(parts).unwrap_or_else(|error| unreachable!("gamma is above what the promise asks for: {error}"))
 }
 
+/// B is as long as some dozen requests of this mean work, in seconds, take: boosts of the smallest would be longer, and so are waits.
+fn capping(random: &mut Random, mean_work: f64) -> Policy {
+    let within = seconds(mean_work * (8.0 + 16.0 * random.unit()));
+    let bound = within.as_secs_f64();
+    let parts = PolicyParts {
+        order: random.pick(&[Order::OracleBoost, Order::OracleBoost, Order::Headway]),
+        gamma: Gamma::Fixed(4.0 / bound * (1.0 + 1e-9)),
+        max_overtake: random.pick(&[MaxOvertake::Auto, MaxOvertake::Within(within)]),
+        aging_threshold: seconds(bound * (1.0 + 4.0 * random.unit())),
+        aging_share: random.pick(&[0.0, 0.0, 0.1, 0.25]),
+        overload: random.chance(0.2),
+    };
+    Policy::new(parts).unwrap_or_else(|error| unreachable!("gamma is what the promise asks for: {error}"))
+}
+
 fn limits(random: &mut Random) -> Limits {
     Limits {
         queue_requests: random.pick(&[3, 20, 200, 100_000]),
@@ -96,8 +118,9 @@ fn limits(random: &mut Random) -> Limits {
     }
 }
 
-fn workload(random: &mut Random, fleet: &[Member], seed: u64) -> Workload {
-    let requests = random.within(20, 160) as usize;
+/// `spread`: works that differ by a factor of hundreds, and more of them than the fleet can do.
+fn workload(random: &mut Random, fleet: &[Member], seed: u64, spread: bool) -> Workload {
+    let requests = if spread { 160 } else { random.within(20, 160) as usize };
     let arrivals = match random.below(8) {
         0 => Arrivals::Burst,
         1 => Arrivals::Closed { clients: random.within(1, 30) as u32, think: seconds(random.unit()) },
@@ -105,12 +128,15 @@ fn workload(random: &mut Random, fleet: &[Member], seed: u64) -> Workload {
         _ => Arrivals::Poisson,
     };
     let mut part = |median: f64, sigma: f64| Part { share: 0.1 + random.unit(), median: 1.0 + median * random.unit(), sigma };
-    let prompt = Length::LogNormal { parts: vec![part(60.0, 1.0), part(600.0, 0.5)], longest: 3000 };
-    let output = Length::LogNormal { parts: vec![part(10.0, 1.0), part(100.0, 1.0)], longest: 1500 };
+    let mut prompt = Length::LogNormal { parts: vec![part(60.0, 1.0), part(600.0, 0.5)], longest: 3000 };
+    let mut output = Length::LogNormal { parts: vec![part(10.0, 1.0), part(100.0, 1.0)], longest: 1500 };
+    if spread {
+        prompt = Length::LogNormal { parts: vec![part(0.1, 0.1), part(60.0, 1.0)], longest: 3000 };
+        output = Length::LogNormal { parts: vec![part(0.1, 0.1), part(400.0, 1.0)], longest: 1500 };
+    }
     let mut workload = Workload::draw(requests, arrivals, &prompt, &output, seed);
-    let tokens: u64 = workload.jobs.iter().map(|job| u64::from(job.output)).sum();
-    let served: f64 = fleet.iter().map(|member| member.speed * f64::from(member.profile.max_num_seqs) / (member.profile.timing.base + 1e-3)).sum();
-    workload.pace(served / (tokens as f64 / requests as f64) * (0.2 + 2.5 * random.unit()));
+    let load = if spread { 4.0 } else { 0.2 } + 2.5 * random.unit();
+    workload.pace(load / mean_work(fleet, &workload));
     workload.score(random.pick(&[Scores::Absent, Scores::Tau(0.5), Scores::Tau(0.5), Scores::Oracle, Scores::Inverted, Scores::Tau(0.0)]), seed);
     let impatient = if random.chance(0.5) { 0.25 } else { 0.0 };
     let plain = random.chance(0.3);
@@ -121,6 +147,13 @@ fn workload(random: &mut Random, fleet: &[Member], seed: u64) -> Workload {
         }
     }
     workload
+}
+
+/// About how long the whole fleet takes for one of these requests, in seconds.
+fn mean_work(fleet: &[Member], workload: &Workload) -> f64 {
+    let tokens: u64 = workload.jobs.iter().map(|job| u64::from(job.output)).sum();
+    let served: f64 = fleet.iter().map(|member| member.speed * f64::from(member.profile.max_num_seqs) / (member.profile.timing.base + 1e-3)).sum();
+    tokens as f64 / workload.jobs.len() as f64 / served
 }
 
 /// Everything else that a request may say.

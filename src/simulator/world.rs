@@ -294,6 +294,7 @@ impl<'a> World<'a> {
             },
             engines: self.backends.iter().map(Backend::counters).collect(),
             overtaken: self.overtaken,
+            reached: self.check.as_ref().map_or(0.0, Check::reached),
             request_iterations: self.request_iterations,
             events: self.events,
             end: self.now,
@@ -467,6 +468,10 @@ impl<'a> World<'a> {
 
     /// Tells the scheduler, and does what it asks for.
     fn tell(&mut self, event: Event) -> Result<(), Wrong> {
+        if self.check.as_ref().is_some_and(|check| check.is_unknown(&event)) {
+            // What time alone brings about comes first, so that nothing is left that the event could be mistaken for.
+            self.tell(Event::Tick)?;
+        }
         let Front::Gateway(scheduler) = &mut self.front else { return Ok(()) };
         let mut actions = std::mem::take(&mut self.actions);
         self.events += 1;

@@ -32,15 +32,13 @@ pub(super) fn page(header: &Header, results: &[Result]) -> String {
             title: "TTLT: how many answers are complete within",
             x: seconds("seconds", true),
             y: share,
-            series: lines(&|result| {
-                distribution(result.run.answers.iter().filter(|answer| answer.first.is_some()).map(|answer| answer.ttlt().as_secs_f64()))
-            }),
+            series: lines(&|result| distribution(result.run.whole(header.warm_up).map(|answer| answer.ttlt().as_secs_f64()))),
         },
         Chart {
             title: "TTFT: how many answers have begun within",
             x: seconds("seconds", true),
             y: share,
-            series: lines(&|result| distribution(result.run.answers.iter().filter_map(|answer| Some(answer.ttft()?.as_secs_f64())))),
+            series: lines(&|result| distribution(result.run.whole(header.warm_up).filter_map(|answer| Some(answer.ttft()?.as_secs_f64())))),
         },
         Chart {
             title: "Waiting in the gateway",

@@ -445,6 +445,10 @@ impl Reader<'_> {
 
     fn policies(&mut self, raw: Option<&Spanned<Vec<Leaf<String>>>>, place: &Place) -> Result<Vec<Contender>, ConfigError> {
         let Some(raw) = raw else { return DEFAULT_POLICIES.into_iter().map(|name| contender(name, &self.dir)).collect() };
+        if raw.value.is_empty() {
+            let hint = format!("write policies: [{}], or leave it out for {}", DEFAULT_POLICIES[2], DEFAULT_POLICIES.join(", "));
+            self.checker.problem(raw.referenced, place, Mistake::new("there is nothing to compare", hint));
+        }
         let mut contenders = Vec::new();
         for (index, leaf) in raw.value.iter().enumerate() {
             if let Some(reference) = self.checker.read(leaf, &place.index(index)) {
@@ -527,6 +531,7 @@ warm_up: 0.1
             (&PLAIN.replace("small", "smal"), "did you mean small?"),
             (&format!("{PLAIN}policies: [headwya]\n"), "did you mean headway?"),
             (&format!("{PLAIN}policies: [headway@fast]\n"), "headway@0.01"),
+            (&format!("{PLAIN}policies: []\n"), "policies: there is nothing to compare"),
             (&PLAIN.replace("load: 0.5", "scores: trace"), "column"),
             (&PLAIN.replace("requests: 200", "trace: no.csv"), "remove prompt and output"),
             (&PLAIN.replace(" load:", " laod:"), "did you mean load?"),

@@ -78,12 +78,11 @@ pub(super) fn table(results: &[Result]) -> String {
     }
     row("", &[]);
     row("the rest", &[]);
-    row("", &words(&["max wait", "overtaken", "B", "tokens/s", "preempted", "aged", "overload", "no answer", "M it/s"]));
+    row("", &words(&["max wait", "overtaken", "B", "tokens/s", "preempted", "aged", "overload", "no answer"]));
     for result in results {
         let figures = &result.figures;
         let waits = result.run.counters.is_some();
         let if_waits = |cell: String| if waits { cell } else { "-".into() };
-        let speed = result.run.request_iterations as f64 / result.took.as_secs_f64().max(1e-9) / 1e6;
         row(
             &result.name,
             &[
@@ -95,7 +94,6 @@ pub(super) fn table(results: &[Result]) -> String {
                 if_waits(format!("{:.1} %", figures.aged * 100.0)),
                 if_waits(format!("{:.1} %", figures.overloaded * 100.0)),
                 figures.unanswered.to_string(),
-                short(speed),
             ],
         );
     }
@@ -151,7 +149,6 @@ fn one(result: &Result) -> Value {
         "overloaded_share": figures.overloaded,
         "unanswered": figures.unanswered,
         "request_iterations": result.run.request_iterations,
-        "simulation_seconds": result.took.as_secs_f64(),
         "moments": moments,
     })
 }
