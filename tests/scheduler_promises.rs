@@ -441,3 +441,40 @@ fn what_was_learnt_is_there_after_a_restart() {
     assert_eq!(restarted.ids_in_order(), [2, 1]);
     assert_eq!(restarted.scheduler.learnt().gamma, Some(0.125));
 }
+
+/// Releases what waits after 600 answers whose scores were drawn by `score` from their number and length, and tells how well the order is that of arrival
+/// (Spearman's rank correlation).
+fn order_by_arrival(score: impl Fn(u64, u32) -> f32) -> f64 {
+    // Mixes the number's bits: a length that has nothing to do with the neighbours'.
+    let length = |id: u64| 20 + (id.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as u32 % 1500;
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(1000));
+    for id in 1..=600 {
+        pool.now = pool.now.after(Duration::from_millis(50));
+        pool.arrive(Request { max_output: None, ..scored(id, score(id, length(id)), 1) });
+        pool.released(Event::Finished(RequestId(id), Ending::Completed { output: length(id), prompt: None }));
+    }
+    pool.backend(0, slots(1));
+    pool.wait(10);
+    pool.arrive(request(10_000));
+    let waiting: Vec<u64> = (1001..=1200).collect();
+    for &id in &waiting {
+        pool.now = pool.now.after(Duration::from_millis(50));
+        pool.arrive(Request { max_output: None, ..scored(id, score(id, length(id)), 1) });
+    }
+    let order = pool.order(10_000);
+    assert_eq!(order.len(), waiting.len());
+    let squares: f64 = order.iter().enumerate().map(|(place, (id, _))| (place as f64 - (id - waiting[0]) as f64).powi(2)).sum();
+    let n = waiting.len() as f64;
+    1.0 - 6.0 * squares / (n * (n * n - 1.0))
+}
+
+#[test]
+fn scores_that_say_nothing_or_the_opposite_leave_the_order_of_arrival() {
+    let random = order_by_arrival(|id, _| (id.wrapping_mul(0xd134_2543_de82_ef95) >> 40) as f32);
+    let constant = order_by_arrival(|_, _| 1.0);
+    let inverted = order_by_arrival(|_, length| -(length as f32));
+    assert!(random >= 0.99 && constant >= 0.99 && inverted >= 0.99, "{random} {constant} {inverted}");
+    let right = order_by_arrival(|_, length| length as f32);
+    assert!(right < 0.9, "scores that say something are obeyed: {right}");
+}

@@ -2,9 +2,11 @@
 //!
 //! A score is trusted for its order only. Its place among recent scores of the same ranker picks one of twelve bins; each (model, bin) has a survival curve of
 //! answer lengths, estimated from recent answers with those that were cut or still run counted as longer. Bins with little evidence lean on the model's pooled
-//! curve, and the curves are made to rise with the score. So scores that say nothing flatten by themselves, and the order becomes that of arrival.
+//! curve, the more the less the scores say, and the curves are made to rise with the score. So scores that say nothing flatten by themselves, and the order
+//! becomes that of arrival.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::f64::consts::FRAC_PI_2;
 
 use super::concordance::{tau_b, tau_error};
 use super::curve::{Curve, Histogram, LONGEST, Survival, make_monotone};
@@ -23,8 +25,10 @@ const SCORES: usize = 2000;
 const SAMPLES: usize = 4096;
 /// Answers of a model until one counts half.
 const HALF_LIFE: f64 = 1400.0;
-/// How much evidence the curve that a bin or a model leans on is worth, in answers.
+/// How much evidence the curve that a model leans on is worth, in answers, and the most that the model's own curve is worth to its bins.
 const LEAN: f32 = 30.0;
+/// The least that it is worth to them: a bin without any answer still has a curve.
+const LEAST_LEAN: f32 = 0.1;
 /// A model with this much evidence that its scores say nothing is flat, whatever the scores say elsewhere.
 const DOUBT: usize = 100;
 /// Models with curves of their own; more are pooled.
@@ -270,7 +274,7 @@ impl Calibration {
         let pooled = lean(&everyone.pooled, &assumed, ASSUMED.1);
         let trust = everyone.trust();
         let versions: BTreeMap<RankerVersion, [Survival; BINS]> =
-            edges.keys().map(|&version| (version, everyone.bins(version, &pooled, trust.is_trusted()))).collect();
+            edges.keys().map(|&version| (version, everyone.bins(version, &pooled, trust))).collect();
 
         let mut fits = BTreeMap::new();
         for (model, evidence) in models {
@@ -280,7 +284,7 @@ impl Calibration {
             let own = lean(&evidence.pooled, &pooled, LEAN);
             let mut bins = BTreeMap::new();
             for (&version, edges) in &edges {
-                let mut curves = evidence.bins(version, &own, trust.is_trusted());
+                let mut curves = evidence.bins(version, &own, trust);
                 if trust.is_trusted() || trust.pairs < DOUBT {
                     // A model seen rarely leans on what the same scores mean elsewhere.
                     for (curve, elsewhere) in curves.iter_mut().zip(&versions[&version]) {
@@ -361,11 +365,11 @@ impl Evidence {
     }
 
     /// One curve per bin: the pooled one for all, unless the scores are trusted.
-    fn bins(&self, version: RankerVersion, pooled: &Survival, trusted: bool) -> [Survival; BINS] {
+    fn bins(&self, version: RankerVersion, pooled: &Survival, trust: Trust) -> [Survival; BINS] {
         let mut curves = [*pooled; BINS];
-        if let (true, Some(histograms)) = (trusted, self.bins.get(&version)) {
+        if let (true, Some(histograms)) = (trust.is_trusted(), self.bins.get(&version)) {
             for (curve, histogram) in curves.iter_mut().zip(histograms) {
-                *curve = lean(histogram, pooled, LEAN);
+                *curve = lean(histogram, pooled, trust.lean());
             }
             make_monotone(&mut curves, &self.weights(version));
         }
@@ -394,6 +398,14 @@ impl Trust {
     /// Whether tau is positive beyond chance.
     fn is_trusted(self) -> bool {
         self.tau.is_some_and(|tau| tau > LEAST_TAU.max(3.0 * tau_error(self.pairs)))
+    }
+
+    /// How many answers the pooled curve is worth to a bin. The best estimate of a group's mean leans on the mean of all by the variance within groups over
+    /// that between them (empirical Bayes; Efron and Morris, 1973). Between scores and log lengths the latter is r^2 of the whole, and r follows from tau where
+    /// both are normal (Greiner's relation; Kruskal, 1958). So the more scores say, the less the shortest answers are taken for middling ones.
+    fn lean(self) -> f32 {
+        let r = (FRAC_PI_2 * self.tau.unwrap_or(0.0)).sin();
+        ((1.0 - r * r) / (r * r)).clamp(f64::from(LEAST_LEAN), f64::from(LEAN)) as f32
     }
 }
 
@@ -467,8 +479,8 @@ mod tests {
         teach(&mut calibration, MODEL, 1, 2000, |score| 10 * (score + 1));
         let expected = expected(&calibration, MODEL, 1);
         assert!(expected.is_sorted(), "{expected:?}");
-        // A twelfth of 2000 fading answers, leaning on the mean of all as if there were 30 of that length.
-        for (score, length) in [(20, 271), (55, 537), (90, 825)] {
+        // The mean of a twelfth of the scores, next to which the mean of all says nothing.
+        for (score, length) in [(20, 215), (55, 550), (90, 885)] {
             assert!(near(expected[score], length, 0.1), "{} at {score}", expected[score]);
         }
         let estimate = |limit| calibration.estimate(MODEL, Some(scored(90, 1)), None, limit);
@@ -482,6 +494,15 @@ mod tests {
             view.trusted && view.tau.unwrap() > 0.9 && (view.samples - 1270.0).abs() < 20.0 && (view.mean_output / 505.0 - 1.0).abs() < 0.1,
             "{view:?}"
         );
+    }
+
+    #[test]
+    fn the_less_scores_say_the_more_a_bin_leans() {
+        let lean = |tau| Trust { tau: Some(tau), pairs: 1000 }.lean();
+        assert!((lean(0.5) - 1.0).abs() < 1e-6, "half of the variance is between the bins");
+        assert!((lean(0.2) - 9.47).abs() < 0.01, "{}", lean(0.2));
+        assert_eq!((lean(0.05), lean(0.0), lean(1.0)), (LEAN, LEAN, LEAST_LEAN));
+        assert_eq!(Trust { tau: None, pairs: 0 }.lean(), LEAN);
     }
 
     #[test]

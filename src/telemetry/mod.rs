@@ -98,6 +98,8 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         total_ms = millis(outcome.total),
         prompt_tokens = outcome.prompt_tokens,
         output_tokens = outcome.output_tokens,
+        predicted_tokens = outcome.predicted_tokens,
+        boost_ms = outcome.boost.map(|micros| micros as f64 / 1e3),
         score = outcome.score,
         scoring = outcome.scoring,
         aged = outcome.aged,
