@@ -36,8 +36,7 @@ impl Scheduler {
         self.counters.overloads += u64::from(switched && self.overload.active());
         if self.now >= self.next_learning {
             self.next_learning = self.now.after(LEARN);
-            let mean_work = self.mix.work(self.policy.order(), self.pool_speed());
-            self.gamma.update(mean_work);
+            self.gamma.update(self.mix.service(self.pool_speed()));
             let running = self.running.iter().map(|&slot| self.table.get(slot));
             let moved = self.calibration.refresh(running, self.expiries.is_empty());
             let next = self.next_keying();
@@ -84,7 +83,7 @@ impl Scheduler {
     fn next_keying(&self) -> Keying {
         let speed = self.pool_speed();
         let mean_work = self.mix.work(self.policy.order(), speed);
-        let gamma = self.gamma.gamma(&self.policy, mean_work);
+        let gamma = self.gamma.gamma(&self.policy, self.mix.service(speed));
         let context = self.backends.iter().filter_map(|backend| backend.state.context_tokens).max();
         let largest = Largest::new(&self.limits, context);
         Keying::new(&self.policy, largest, speed, mean_work, gamma, self.overload.active(), self.calibration.current_ranker())

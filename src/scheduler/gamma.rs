@@ -171,6 +171,24 @@ mod tests {
         }
     }
 
+    /// Waits are as long as the whole work makes them, also where prompts alone are the order.
+    #[test]
+    fn limits_follow_all_work_under_every_order() {
+        let limits = super::super::Limits { queue_requests: 1, queue_bytes: 1, max_output: 1024 };
+        let gamma = |order| {
+            let parts = PolicyParts {
+                order,
+                gamma: Gamma::Target(Target::Mean),
+                max_overtake: MaxOvertake::Auto,
+                aging_threshold: Duration::from_secs(120),
+                aging_share: 0.25,
+                overload: true,
+            };
+            super::super::Scheduler::new(Policy::new(parts).unwrap(), limits, 1).view().gamma
+        };
+        assert_eq!(gamma(Order::Uniboost), gamma(Order::Headway));
+    }
+
     #[test]
     fn targets_and_promises_scale_it() {
         let ada = GammaAda { slope: Some(0.1), ..GammaAda::default() };

@@ -145,8 +145,15 @@ impl Mix {
 
     /// Mean work as an order counts it, in capacity-seconds.
     pub fn work(&self, order: Order, speed: Speed) -> f64 {
-        let outputs = if order == Order::Uniboost { 0.0 } else { self.outputs.mean };
-        (speed.prompt * self.prompts.mean + speed.output * outputs).max(shortest(speed))
+        match order {
+            Order::Uniboost => (speed.prompt * self.prompts.mean).max(shortest(speed)),
+            _ => self.service(speed),
+        }
+    }
+
+    /// Mean work as a backend has it, in capacity-seconds: what waits, and so gamma, depend on, whatever an order counts.
+    pub fn service(&self, speed: Speed) -> f64 {
+        (speed.prompt * self.prompts.mean + speed.output * self.outputs.mean).max(shortest(speed))
     }
 }
 

@@ -105,7 +105,7 @@ impl Scheduler {
     pub fn new(policy: Policy, limits: Limits, seed: u64) -> Self {
         let (gamma, mix, speed) = (GammaAda::default(), Mix::default(), Speed::ASSUMED);
         let mean_work = mix.work(policy.order(), speed);
-        let rate = gamma.gamma(&policy, mean_work);
+        let rate = gamma.gamma(&policy, mix.service(speed));
         Scheduler {
             draining: false,
             now: Time::ZERO,
