@@ -76,6 +76,15 @@ mod tests {
         assert_eq!(tau_b(&mut []), None);
     }
 
+    /// Known values of Kendall's test (his variance, 2 (2n + 5) / 9n (n - 1)).
+    #[test]
+    fn chance_alone_makes_a_tau_of_this_size() {
+        for (n, error) in [(2, 1.0), (10, 0.248_452), (100, 0.067_835)] {
+            assert!((tau_error(n) - error).abs() < 1e-6, "{n}: {}", tau_error(n));
+        }
+        assert_eq!(tau_error(0), tau_error(2));
+    }
+
     proptest! {
         #[test]
         fn counts_what_comparing_all_pairs_counts(of in prop::collection::vec((-5i16..5, 0u32..8), 2..60)) {

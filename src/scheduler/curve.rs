@@ -254,6 +254,43 @@ mod tests {
         assert!((curve.mean(Tokens::MAX) / 1000.0 - 1.0).abs() < 0.1, "{}", curve.mean(Tokens::MAX));
     }
 
+    /// The integral of an exponential curve, and its quantile, are known.
+    #[test]
+    fn means_and_quantiles_are_those_of_the_curve() {
+        let curve = Curve::from(Survival::exponential(1000.0));
+        for limit in [150, 700, 1000, 2222, 5000] {
+            let expected = 1000.0 * (1.0 - (-(limit as f32) / 1000.0).exp());
+            assert!((curve.mean(limit) / expected - 1.0).abs() < 0.02, "{} for {expected} at {limit}", curve.mean(limit));
+        }
+        assert!((curve.at_most() / 2302.6 - 1.0).abs() < 0.02, "{}", curve.at_most());
+    }
+
+    #[test]
+    fn histograms_add_up() {
+        let of = |ended: &[Tokens], cut: &[Tokens]| {
+            let mut histogram = Histogram::default();
+            ended.iter().for_each(|&length| histogram.ended(length, 0.5));
+            cut.iter().for_each(|&length| histogram.cut(length, 2.0));
+            histogram
+        };
+        let mut sum = of(&[5, 900], &[70]);
+        sum.add(&of(&[5, 30], &[70, 4000]));
+        assert_eq!(sum, of(&[5, 900, 5, 30], &[70, 70, 4000]));
+    }
+
+    /// Half of the answers ended at 100 and the rest were cut later: from there on the curve falls as it would to reach that point.
+    #[test]
+    fn behind_the_last_that_ended_the_tail_is_exponential() {
+        let curve = curve(|histogram| {
+            histogram.ended(100, 1.0);
+            histogram.cut(200, 1.0);
+        });
+        let end = ENDS[bucket(100)];
+        let mean = end / 2f32.ln();
+        let known = curve.means[bucket(100)];
+        assert!((curve.mean(Tokens::MAX) / (known + 0.5 * mean) - 1.0).abs() < 0.03, "{}", curve.mean(Tokens::MAX));
+    }
+
     #[test]
     fn what_never_ended_is_as_long_as_allowed() {
         let curve = curve(|histogram| histogram.cut(500, 3.0));

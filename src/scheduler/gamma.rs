@@ -126,6 +126,17 @@ mod tests {
     }
 
     #[test]
+    fn the_slope_is_that_between_two_percentiles() {
+        let mut ada = GammaAda::default();
+        // In an order of their own: 1 to 200.
+        (0..200).for_each(|n| ada.completed(f64::from(n * 77 % 200 + 1)));
+        ada.update(1.0);
+        let slope = 5f64.ln() / (198.0 - 190.0);
+        let expected = (INERTIA * START.ln() + (1.0 - INERTIA) * slope.ln()).exp();
+        assert!((ada.slope().unwrap() / expected - 1.0).abs() < 1e-9, "{:?} for {expected}", ada.slope());
+    }
+
+    #[test]
     fn too_few_or_equal_times_change_nothing() {
         let mut ada = GammaAda::default();
         (0..ENOUGH - 1).for_each(|n| ada.completed(n as f64));

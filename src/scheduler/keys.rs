@@ -161,8 +161,84 @@ impl Mix {
 mod tests {
     use std::time::Duration;
 
+    use super::super::event::{ModelId, Request, RequestId};
     use super::super::policy::{Gamma, PolicyParts};
+    use super::super::queue::Place;
+    use super::super::score::Weight;
+    use super::super::time::Time;
     use super::*;
+
+    fn keying(order: Order, overload: bool) -> Keying {
+        let policy = Policy::new(PolicyParts {
+            order,
+            gamma: Gamma::Fixed(0.1),
+            max_overtake: MaxOvertake::Auto,
+            aging_threshold: Duration::from_secs(120),
+            aging_share: 0.1,
+            overload: true,
+        })
+        .unwrap();
+        let limits = Limits { queue_requests: 1, queue_bytes: 1, max_output: 4096 };
+        Keying::new(&policy, Largest::new(&limits, None), Speed::ASSUMED, 0.5, 0.1, overload, None)
+    }
+
+    fn entry(weight: f64) -> Entry {
+        let request = Request {
+            id: RequestId(1),
+            arrived: Time::from_micros(7_000_000),
+            model: ModelId(0),
+            score: None,
+            prompt_tokens: 10,
+            max_output: None,
+            attained: 0,
+            weight: Weight::new(weight).unwrap(),
+            expires: Time::MAX,
+            bytes: 0,
+            unscored: false,
+            excluded: Vec::new(),
+            tenant: None,
+            prefix: None,
+            oracle_output: None,
+        };
+        let mut entry = Entry::new(&request, Place::new(0, 0));
+        entry.expected = 100;
+        entry
+    }
+
+    /// An engine that merges orders needs times; by work or by score there are none.
+    #[test]
+    fn what_an_engine_is_told_is_a_time() {
+        let entry = entry(1.0);
+        for order in [Order::Headway, Order::Uniboost, Order::OracleBoost] {
+            assert_eq!(keying(order, false).boosted_arrival(&entry, 123), 123);
+            assert_eq!(keying(order, true).boosted_arrival(&entry, 123), 7_000_000, "in overload");
+        }
+        for order in [Order::Fcfs, Order::Pars, Order::OracleSjf] {
+            assert_eq!(keying(order, false).boosted_arrival(&entry, 123), 7_000_000);
+        }
+    }
+
+    #[test]
+    fn twice_the_weight_is_half_the_work() {
+        let overloaded = keying(Order::Headway, true);
+        let phi = |weight| overloaded.phi(&entry(weight), 0.5);
+        assert_eq!((phi(1.0), phi(2.0)), (500_000_000, 250_000_000), "nanoseconds");
+        let work = overloaded.work(&entry(1.0));
+        assert!((work - Speed::ASSUMED.seconds(10, 100)).abs() < 1e-12);
+        let mut least = entry(1.0);
+        (least.expected, least.prompt) = (0, 0);
+        assert_eq!(overloaded.work(&least), Speed::ASSUMED.seconds(1, 1), "one token of each is the least");
+    }
+
+    #[test]
+    fn a_mean_follows_what_it_sees() {
+        let mut mix = Mix::default();
+        (0..10).for_each(|_| mix.ended(56));
+        assert_eq!(mix.outputs.mean, 156.0, "ten requests and the assumption, which is worth ten");
+        (0..10_000).for_each(|_| mix.ended(40));
+        assert!((mix.outputs.mean - 40.0).abs() < 1.0, "{}", mix.outputs.mean);
+        assert_eq!(mix.work(Order::Uniboost, Speed::ASSUMED), Speed::ASSUMED.prompt * 256.0);
+    }
 
     /// A pool may allow 32,768 tokens while its answers have some hundred: works must still be told apart.
     #[test]

@@ -287,6 +287,77 @@ mod tests {
     }
 
     #[test]
+    fn what_came_without_a_score_is_counted() {
+        let mut pool = pool(0);
+        let score = Score::new(1.0).map(|score| Scored { score, version: RankerVersion(1) });
+        let requests = [request(1, 1), Request { score, ..request(2, 1) }, Request { unscored: true, ..request(3, 1) }, request(4, 1)];
+        for request in requests {
+            at(&mut pool, 1, Event::Arrived(request));
+        }
+        // Again has no effect.
+        at(&mut pool, 1, Event::Arrived(request(4, 1)));
+        let counters = pool.view().counters;
+        assert_eq!((counters.arrived, counters.neutral), (4, 2));
+    }
+
+    /// Keys are rebuilt for what moved them, and for nothing else: with a hundred thousand waiting that is tens of milliseconds.
+    #[test]
+    fn keys_are_rebuilt_for_a_reason() {
+        let parts = |order, gamma| PolicyParts {
+            order,
+            gamma: Gamma::Fixed(gamma),
+            max_overtake: MaxOvertake::Auto,
+            aging_threshold: Duration::from_secs(120),
+            aging_share: 0.25,
+            overload: true,
+        };
+        let limits = Limits { queue_requests: 10_000, queue_bytes: 1 << 30, max_output: 1024 };
+        let mut pool = Scheduler::new(Policy::new(parts(Order::Headway, 0.1)).unwrap(), limits, 1);
+        backend(&mut pool, 0, 1, Standing::Healthy);
+        let waits = |id| Request { expires: Time::MAX, bytes: 0, ..request(id, 1) };
+        for id in 0..20 {
+            at(&mut pool, 1, Event::Arrived(waits(id)));
+        }
+        let second = |pool: &mut Scheduler, second: u64| {
+            at(pool, second * 1_000_000, Event::Tick);
+            pool.view().counters.rebuilds
+        };
+        let start = second(&mut pool, 1);
+        for at in 2..60 {
+            assert_eq!(second(&mut pool, at), start, "nothing has moved, {at}");
+        }
+        // Answers of another length than what was assumed: estimates move, at the next look of those every five seconds.
+        for id in 100..200 {
+            at(&mut pool, 60_000_000, Event::Arrived(waits(id)));
+        }
+        at(
+            &mut pool,
+            60_000_000,
+            Event::BackendChanged(
+                BackendId(0),
+                BackendState { standing: Standing::Healthy, slots: Slots::Fixed(200), weight: Weight::ONE, kv_tokens: None, context_tokens: None },
+            ),
+        );
+        for id in 0..20 {
+            at(&mut pool, 60_000_000, Event::Finished(RequestId(id), Ending::Completed { output: 20, prompt: None }));
+        }
+        backend(&mut pool, 0, 1, Standing::Healthy);
+        for id in 300..310 {
+            at(&mut pool, 60_000_000, Event::Arrived(waits(id)));
+        }
+        let rebuilt = (61..=66).map(|at| second(&mut pool, at)).max().unwrap();
+        assert!(rebuilt > start, "estimates have moved");
+
+        // Limits and policies are obeyed at once.
+        let before = pool.view();
+        at(&mut pool, 67_000_000, Event::LimitsChanged(Limits { max_output: 10, ..limits }));
+        assert_eq!(pool.view().counters.rebuilds, before.counters.rebuilds + 1);
+        assert!(pool.view().longest_work < before.longest_work);
+        at(&mut pool, 67_000_000, Event::PolicyChanged(Policy::new(parts(Order::Headway, 0.2)).unwrap()));
+        assert_eq!((pool.view().counters.rebuilds, pool.view().gamma), (before.counters.rebuilds + 2, 0.2));
+    }
+
+    #[test]
     fn requests_of_a_lost_backend_go_to_its_siblings() {
         let mut pool = pool(0);
         at(&mut pool, 1, Event::Arrived(request(1, 1)));
@@ -294,7 +365,7 @@ mod tests {
         assert_eq!(pool.view().in_flight, 1, "the new backend steals");
         at(&mut pool, 2, Event::Arrived(request(2, 2)));
         backend(&mut pool, 0, 0, Standing::Gone);
-        assert_eq!(pool.view().backends.len(), 1);
+        assert_eq!((pool.view().backends.len(), pool.view().counters.placed_again), (1, 1));
         assert_eq!(released(&at(&mut pool, 3, Event::Finished(RequestId(1), Ending::Uncounted))), [(2, 1)]);
         at(&mut pool, 4, Event::Arrived(request(3, 2)));
         assert_eq!(rejected(&backend(&mut pool, 1, 0, Standing::Ejected)), [(3, Reason::NoHealthyBackend)]);

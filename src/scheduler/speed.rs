@@ -185,6 +185,45 @@ mod tests {
         assert_eq!(learner.speed(), None);
         learner.saturated(second(3), true);
         assert!((learner.speed().unwrap().output - 1e-3).abs() < 1e-12);
+
+        let mut learner = SpeedLearner::default();
+        learner.saturated(second(0), true);
+        learner.computed(0, 3000);
+        learner.saturated(second(2), true);
+        assert!(learner.speed().is_some(), "an interval is two seconds, not more");
+    }
+
+    /// No other ratio explains the decayed intervals better, with two intervals' worth of belief in the assumed one.
+    #[test]
+    fn the_ratio_is_that_of_the_least_squares() {
+        let intervals = [(1.0, 9000.0, 200.0), (2.0, 3000.0, 1500.0), (1.5, 12_000.0, 10.0)];
+        let mut sums = Sums::default();
+        intervals.iter().for_each(|&(t, p, n)| sums.add(t, p, n));
+        let weight = |index: usize| DECAY.powi((intervals.len() - 1 - index) as i32);
+        let total: f64 = (0..intervals.len()).map(weight).sum();
+        let squares: f64 = intervals.iter().enumerate().map(|(index, (_, p, n))| weight(index) * (p * p + n * n)).sum();
+        let lean = LEAN * squares / total;
+        let loss = |ratio: f64| {
+            let parts = || intervals.iter().enumerate().map(|(index, &(t, p, n))| (weight(index), t, ratio * p + n));
+            let away = ratio - RATIO;
+            // The best beta for this ratio, and what it leaves unexplained.
+            let beta = parts().map(|(w, t, x)| w * t * x).sum::<f64>() / (parts().map(|(w, _, x)| w * x * x).sum::<f64>() + lean * away * away);
+            parts().map(|(w, t, x)| w * (t - beta * x).powi(2)).sum::<f64>() + lean * (beta * away).powi(2)
+        };
+        let found = sums.ratio();
+        assert!(found > RATIOS.0 && found < RATIOS.1, "{found}");
+        for off in [0.999, 1.001] {
+            assert!(loss(found) < loss(found * off), "{found} is not the best");
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_not_learnt() {
+        assert_eq!(Sums::default().ratio(), RATIO, "nothing seen");
+        // The same prompts and more output in less time: as if output were faster than nothing.
+        let mut sums = Sums::default();
+        (0..100).for_each(|n| if n % 2 == 0 { sums.add(3.0, 1000.0, 0.0) } else { sums.add(1.0, 1000.0, 1000.0) });
+        assert_eq!(sums.ratio(), RATIO);
     }
 
     #[test]

@@ -245,6 +245,47 @@ mod tests {
     }
 
     #[test]
+    fn fixed_slots_grow_back_by_a_sixteenth_of_them() {
+        let mut window = Window::new(Slots::Fixed(160));
+        window.pushed_back(millis(0), 100);
+        assert_eq!(window.limit, 75);
+        window.tick(millis(1000));
+        assert_eq!(window.limit, 85);
+        window.limit = 155;
+        window.tick(millis(2000));
+        assert_eq!(window.limit, 160, "and no further than the setting");
+        window.tick(millis(3000));
+        assert_eq!(window.limit, 160);
+    }
+
+    #[test]
+    fn reports_count_for_half_a_minute() {
+        // Full from the first moment on, each slot as good as the others: throughput alone would make the window grow.
+        let grown = |silent: u64| {
+            let mut window = Window::new(AUTO);
+            window.reported(millis(0), load(8, 0), 8, false, SLOW);
+            window.settled(millis(silent - 10_000), 8, true);
+            window.computed(8000.0, false);
+            (0..10).for_each(|_| window.computed(0.0, true));
+            window.tick(millis(silent));
+            window.limit > 8
+        };
+        assert_eq!((grown(30_000), grown(30_001)), (false, true));
+    }
+
+    #[test]
+    fn what_passes_is_counted_over_the_time_between_reports() {
+        // A hundred releases in ten seconds, an iteration of 100 ms: one is on its way at a time, and three that wait are one too many after a while.
+        let mut window = Window::new(Slots::Auto { initial: 40, max: 64 });
+        window.reported(millis(0), load(40, 0), 40, false, SLOW);
+        for at in [10_000, 20_000] {
+            (0..100).for_each(|release| window.released(millis(at - 10_000 + release * 100)));
+            window.reported(millis(at), load(30, 5), 40, true, Duration::from_millis(100));
+        }
+        assert_eq!(window.limit, 34, "thirty that run and four");
+    }
+
+    #[test]
     fn fixed_slots_ignore_what_the_engine_reports() {
         let mut window = Window::new(Slots::Fixed(8));
         (0..60).for_each(|second| window.reported(millis(second * 1000), load(2, 6), 8, true, SLOW));
