@@ -5,7 +5,7 @@ use tokio::sync::mpsc;
 use super::{Message, tell};
 use crate::scheduler::{BackendId, Ending, Event, Facts, RequestId, Tokens};
 
-/// The first level at which progress is told; each further one is twice the one before, like the scheduler's own levels of attained work.
+/// The first level at which progress is told after the first token; each further one is twice the one before, like the scheduler's own levels of attained work.
 const FIRST_LEVEL: Tokens = 64;
 
 /// A slot on a backend, held until it is finished or dropped; the pool learns exactly once how it ended.
@@ -22,7 +22,7 @@ pub struct Permit {
 
 impl Permit {
     pub(super) fn new(id: RequestId, backend: BackendId, facts: Facts, messages: mpsc::UnboundedSender<Message>) -> Self {
-        Permit { id, backend, facts, output: 0, next_level: FIRST_LEVEL, ended: false, messages }
+        Permit { id, backend, facts, output: 0, next_level: 1, ended: false, messages }
     }
 
     /// Where to send the request.
@@ -35,7 +35,7 @@ impl Permit {
         self.facts
     }
 
-    /// Output tokens streamed so far, cumulative. The pool is told at 64, 128, 256 ... tokens.
+    /// Output tokens streamed so far, cumulative. The pool is told at the first one, which says when the prompt was computed, and at 64, 128, 256 ... tokens.
     pub fn progress(&mut self, output: Tokens) {
         self.output = self.output.max(output);
         if self.output >= self.next_level {

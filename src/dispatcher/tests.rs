@@ -235,7 +235,7 @@ async fn progress_is_told_at_geometric_levels() {
             told.push(output);
         }
     }
-    assert_eq!(told, [64, 128, 256, 512]);
+    assert_eq!(told, [1, 64, 128, 256, 512]);
 }
 
 #[test]

@@ -371,7 +371,7 @@ impl<'a> World<'a> {
             return Ok(());
         }
         let stay = self.stays.len() as u32;
-        self.stays.push(Stay { job, stage: Stage::Waiting, backend: 0, output: 0, next_level: LEVEL });
+        self.stays.push(Stay { job, stage: Stage::Waiting, backend: 0, output: 0, next_level: 1 });
         let trip = &mut self.trips[job as usize];
         trip.stay = stay;
         let (arrived, excluded) = (trip.answer.arrived, trip.excluded.clone());
@@ -779,4 +779,40 @@ impl<'a> World<'a> {
 
 fn id(stay: u32) -> RequestId {
     RequestId(u64::from(stay))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Arrivals, Length, Part};
+    use super::*;
+    use crate::engine::{Profile, Timing};
+    use crate::scheduler::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyParts, Slots};
+
+    /// Where prompts are most of the work, an order by work must not be one by answers: what a prompt token costs is learnt from when prompts were computed.
+    #[test]
+    fn the_gateway_learns_what_prompts_and_answers_cost() {
+        let timing = Timing { base: 8e-3, per_sequence: 0.0, per_prefill_token: 1e-4, per_kv_token: 0.0 };
+        let profile = Profile { timing, max_num_seqs: 16, ..Profile::medium() };
+        let lengths = |median, longest| Length::LogNormal { parts: vec![Part { share: 1.0, median, sigma: 0.7 }], longest };
+        let mut workload = Workload::draw(4000, Arrivals::Poisson, &lengths(1000.0, 8000), &lengths(150.0, 2000), 1);
+        workload.pace(8.0);
+        let parts = PolicyParts {
+            order: Order::Headway,
+            gamma: Gamma::Fixed(0.01),
+            max_overtake: MaxOvertake::Auto,
+            aging_threshold: Duration::from_secs(120),
+            aging_share: 0.1,
+            overload: false,
+        };
+        let limits = Limits { queue_requests: 100_000, queue_bytes: u64::MAX, max_output: 4096 };
+        let dispatch = Dispatch::Gateway { policy: Policy::new(parts).expect("the parts fit"), limits };
+        let setup = Setup::new(vec![Member { slots: Slots::Fixed(16), ..Member::new(profile) }], dispatch);
+        let mut world = World::new(&setup, &workload, 1);
+        world.play().expect("every request ends");
+        let Front::Gateway(scheduler) = &world.front else { unreachable!("it has a gateway") };
+        let speed = scheduler.view().speed;
+        // An iteration's 8 ms make up to 16 tokens.
+        assert!((speed.prompt / 1e-4 - 1.0).abs() < 0.5, "{speed:?}");
+        assert!((speed.output / 5e-4 - 1.0).abs() < 0.5, "{speed:?}");
+    }
 }
