@@ -17,7 +17,7 @@ use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
 use crate::learnt::{self, Keeper};
 use crate::proxy::upstream::Connections;
-use crate::ranker::{Ranker, RankerError};
+use crate::ranker::{Ranker, RankerError, Shadow};
 use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Tracer, TracerError};
@@ -34,6 +34,8 @@ pub struct Live {
     pub snapshot: Arc<Snapshot>,
     /// The scoring stage.
     pub ranker: Ranker,
+    /// A second ranker, compared with the first.
+    pub shadow: Option<Arc<Shadow>>,
     /// Where the lengths of answers are noted; `None`: nowhere.
     pub training_log: Option<Arc<TrainingLog>>,
     /// The running pools, parallel to `snapshot.pools`.
@@ -298,11 +300,12 @@ impl Gateway {
         }
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
         let metrics = Metrics::default();
+        let shadow = next_shadow(None, snapshot.ranker.as_ref()).await?;
         let training_log = next_training_log(None, snapshot.training_log.as_ref(), &metrics).await?;
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools =
             snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
-        let live = Live { snapshot: Arc::new(snapshot), ranker, training_log, pools };
+        let live = Live { snapshot: Arc::new(snapshot), ranker, shadow, training_log, pools };
         let gateway = Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
@@ -333,6 +336,7 @@ impl Gateway {
         unchanged("telemetry.otlp.endpoint", collector.map(|otlp| &otlp.endpoint), wanted.map(|otlp| &otlp.endpoint))?;
         unchanged("telemetry.otlp.service_name", collector.map(|otlp| &otlp.service_name), wanted.map(|otlp| &otlp.service_name))?;
         let training_log = next_training_log(live.training_log.as_ref(), snapshot.training_log.as_ref(), &self.metrics).await?;
+        let shadow = next_shadow(Some(&live), snapshot.ranker.as_ref()).await?;
         let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
         for (index, settings) in snapshot.pools.iter().enumerate() {
@@ -358,7 +362,7 @@ impl Gateway {
         for gone in live.pools.iter().filter(|pool| !pools.iter().any(|stays| Arc::ptr_eq(pool, stays))) {
             gone.keep().await;
         }
-        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, training_log, pools }));
+        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, shadow, training_log, pools }));
         Ok(())
     }
 
@@ -452,7 +456,9 @@ fn unchanged<T: PartialEq + std::fmt::Debug>(field: &'static str, old: T, new: T
 async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ranker, RankerError> {
     let stays = match (&live.snapshot.ranker, wanted) {
         (None, None) => return Ok(live.ranker.clone()),
-        (Some(running), Some(wanted)) => RankerSettings { weights: wanted.weights.clone(), ..running.clone() } == *wanted,
+        (Some(running), Some(wanted)) => {
+            RankerSettings { weights: wanted.weights.clone(), shadow: wanted.shadow.clone(), ..running.clone() } == *wanted
+        }
         _ => false,
     };
     match wanted {
@@ -464,6 +470,19 @@ async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ran
             Ok(live.ranker.clone())
         }
         wanted => start_ranker(wanted.cloned()).await,
+    }
+}
+
+/// The second ranker that the next configuration asks for. The running one goes on where its directory is the same, with what that holds now.
+async fn next_shadow(live: Option<&Live>, wanted: Option<&RankerSettings>) -> Result<Option<Arc<Shadow>>, RankerError> {
+    let Some((settings, directory)) = wanted.and_then(|wanted| Some((wanted.clone(), wanted.shadow.clone()?))) else { return Ok(None) };
+    let running = live.and_then(|live| {
+        let before = live.snapshot.ranker.as_ref()?;
+        live.shadow.clone().filter(|_| before.shadow == settings.shadow && before.device == settings.device)
+    });
+    match running {
+        Some(shadow) => apart(move || shadow.follow(&directory).map(|_| Some(shadow))).await,
+        None => apart(move || Shadow::start(&settings, &directory)).await.map(|shadow| Some(Arc::new(shadow))),
     }
 }
 
@@ -581,7 +600,13 @@ mod tests {
     }
 
     fn with_ranker(weights: &Path) -> Snapshot {
-        let ranker = RankerSettings { weights: weights.to_owned(), device: config::Device::Cpu, deadline: Some(Duration::from_secs(60)), threads: 1 };
+        let ranker = RankerSettings {
+            weights: weights.to_owned(),
+            device: config::Device::Cpu,
+            deadline: Some(Duration::from_secs(60)),
+            threads: 1,
+            shadow: None,
+        };
         Snapshot { ranker: Some(ranker), ..snapshot(&[A]) }
     }
 

@@ -74,7 +74,8 @@ pub fn without_file(
     ranker: Option<PathBuf>,
 ) -> anyhow::Result<Snapshot> {
     let mut snapshot = config::from_backends(backends, listen, admin, config::policy(policy)?);
-    snapshot.ranker = ranker.or_else(shipped_ranker).map(|weights| RankerSettings { weights, device: Device::Auto, deadline: None, threads: 0 });
+    snapshot.ranker =
+        ranker.or_else(shipped_ranker).map(|weights| RankerSettings { weights, device: Device::Auto, deadline: None, threads: 0, shadow: None });
     Ok(snapshot)
 }
 

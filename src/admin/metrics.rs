@@ -14,6 +14,7 @@ use super::view::{look, standing};
 use crate::config::ReloadStatus;
 use crate::fleet;
 use crate::gateway::Gateway;
+use crate::ranker::Compared;
 use crate::scheduler::{BackendView, Mode, PoolView, Reason, Standing};
 
 type Labels = Vec<(&'static str, String)>;
@@ -38,6 +39,9 @@ pub(super) async fn page(gateway: &Gateway, reloads: &ReloadStatus) -> Result<St
             let known = target.backend.view();
             now.backend(&settings.name, &known, view.backends.iter().find(|queue| queue.id == known.id));
         }
+    }
+    for compared in live.shadow.iter().flat_map(|shadow| shadow.compared()) {
+        now.shadow(&compared);
     }
     let mut registry = now.registered();
 
@@ -74,6 +78,7 @@ struct Now {
     backlog: Family<Labels, Number>,
     overload: Family<Labels, Gauge>,
     tau: Family<Labels, Number>,
+    shadow_tau: Family<Labels, Number>,
     arrived: Family<Labels, Counter>,
     released: Family<Labels, Counter>,
     released_aged: Family<Labels, Counter>,
@@ -127,6 +132,15 @@ impl Now {
         }
     }
 
+    fn shadow(&mut self, compared: &Compared) {
+        let labels = vec![("pool", compared.pool.clone()), ("model", compared.model.clone())];
+        for (ranker, tau) in [("serving", compared.serving), ("shadow", compared.shadow)] {
+            if let Some(tau) = tau {
+                self.shadow_tau.get_or_create(&with(&labels, "ranker", ranker)).set(tau);
+            }
+        }
+    }
+
     fn backend(&mut self, pool: &str, known: &fleet::BackendView, queue: Option<&BackendView>) {
         let labels = vec![("pool", pool.to_owned()), ("backend", known.url.to_string())];
         for possible in [Standing::Healthy, Standing::Ejected, Standing::Probing, Standing::Draining] {
@@ -160,6 +174,11 @@ impl Now {
         registry.register_with_unit("backlog", "Predicted time until everything that waits has started", Unit::Seconds, self.backlog);
         registry.register("overload", "Whether the pool is in overload mode", self.overload);
         registry.register("ranker_tau", "Rank correlation of scores and lengths, of the pool's worst model", self.tau);
+        registry.register(
+            "ranker_shadow_tau",
+            "The same for the ranker that serves and its shadow, on answers that both have scored",
+            self.shadow_tau,
+        );
         registry.register("queue_arrived", "Requests that asked to wait", self.arrived);
         registry.register("queue_released", "Requests released to a backend", self.released);
         registry.register("queue_released_aged", "Of those released, those by age", self.released_aged);

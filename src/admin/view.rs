@@ -44,6 +44,17 @@ pub(super) fn ranker(live: &Live) -> Value {
         "late": counts.late,
         "batches": counts.batches,
         "waiting": counts.waiting,
+        "shadow": live.shadow.as_ref().map(|shadow| json!({
+            "version": hex(shadow.version()),
+            "directory": live.snapshot.ranker.as_ref().and_then(|settings| settings.shadow.as_ref()).map(|directory| directory.display().to_string()),
+            "models": shadow.compared().iter().map(|of| json!({
+                "pool": of.pool,
+                "model": of.model,
+                "answers": of.answers,
+                "tau_serving": of.serving,
+                "tau_shadow": of.shadow,
+            })).collect::<Vec<_>>(),
+        })),
     })
 }
 

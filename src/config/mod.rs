@@ -129,6 +129,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     let _ = writeln!(out, "  clients    {tls}://{}", snapshot.listen);
     let _ = writeln!(out, "  operators  http://{}", snapshot.admin);
     let _ = writeln!(out, "  ranker     {ranker}");
+    if let Some(shadow) = snapshot.ranker.as_ref().and_then(|ranker| ranker.shadow.as_ref()) {
+        let _ = writeln!(out, "  shadow     {}", shadow.display());
+    }
     if let Some(state) = &snapshot.state {
         let _ = writeln!(out, "  state      {}", state.display());
     }

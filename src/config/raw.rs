@@ -51,6 +51,7 @@ pub(super) struct Ranker {
     pub device: Option<Leaf<Device>>,
     pub deadline: Option<Leaf<Duration>>,
     pub threads: Option<Leaf<u64>>,
+    pub shadow: Option<Leaf<PathBuf>>,
 }
 
 #[derive(Deserialize)]

@@ -87,6 +87,8 @@ pub struct RankerSettings {
     pub deadline: Option<Duration>,
     /// CPU threads; 0 is one per core less one, at least one.
     pub threads: usize,
+    /// Another model directory, whose scores are compared with those that serve and not used.
+    pub shadow: Option<PathBuf>,
 }
 
 /// A collector of traces, and which requests it hears of.

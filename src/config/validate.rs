@@ -340,19 +340,24 @@ impl Builder<'_> {
     }
 
     fn ranker(&mut self, raw: &raw::Ranker, place: &Place) -> Option<RankerSettings> {
-        let weights = self.path(&raw.weights, &place.key("weights"));
-        if let Some(weights) = weights.as_ref().filter(|weights| !weights.is_dir()) {
-            let mistake =
-                Mistake::new(format!("the model directory {} is not there", weights.display()), "paths are relative to the configuration file");
-            self.checker.problem(raw.weights.text.referenced, &place.key("weights"), mistake);
-        }
+        let weights = self.model_directory(&raw.weights, &place.key("weights"));
         let device = self.checker.optional(raw.device.as_ref(), &place.key("device"), Device::Auto);
         let deadline = raw.deadline.as_ref().map(|leaf| self.checker.duration(Some(leaf), &place.key("deadline"), Duration::from_millis(50)));
         let threads = self.checker.number(raw.threads.as_ref(), &place.key("threads"), 0..=1024, 0) as usize;
-        let weights = weights?;
+        let shadow = raw.shadow.as_ref().and_then(|leaf| self.model_directory(leaf, &place.key("shadow")));
+        Some(RankerSettings { weights: weights?, device, deadline, threads, shadow })
+    }
+
+    fn model_directory(&mut self, leaf: &Leaf<PathBuf>, place: &Place) -> Option<PathBuf> {
+        let directory = self.path(leaf, place)?;
+        if !directory.is_dir() {
+            let mistake =
+                Mistake::new(format!("the model directory {} is not there", directory.display()), "paths are relative to the configuration file");
+            self.checker.problem(leaf.text.referenced, place, mistake);
+        }
         // The card names every other file of the directory by its hash: no change of the ranker leaves it as it was.
-        self.sources.push(weights.join("card.json"));
-        Some(RankerSettings { weights, device, deadline, threads })
+        self.sources.push(directory.join("card.json"));
+        Some(directory)
     }
 
     /// A directory that is there, or can be made when it is needed.

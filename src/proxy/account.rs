@@ -13,8 +13,8 @@ use super::stream::{Finish, Seen};
 use crate::config::Pool;
 use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
-use crate::ranker::{Neutral, Opinion, PromptText};
-use crate::scheduler::{Facts, Time};
+use crate::ranker::{Neutral, Opinion, Pending, PromptText};
+use crate::scheduler::{Facts, Scored, Time};
 use crate::telemetry::{self, Outcome, Stage, Trace};
 use crate::training_log::TrainingLog;
 
@@ -48,6 +48,8 @@ pub struct Account {
     output_tokens: u32,
     /// The answer said that it ended by itself.
     stopped: bool,
+    /// What the ranker that serves said, and the question to its shadow.
+    compared: Option<(Scored, Pending)>,
     /// Where its length is to be noted, and for which prompt.
     noted: Option<Box<(Arc<TrainingLog>, PromptText)>>,
     status: u16,
@@ -85,6 +87,7 @@ impl Account {
             prompt_tokens: None,
             output_tokens: 0,
             stopped: false,
+            compared: None,
             noted: None,
             status: CLIENT_LEFT.0,
             reason: CLIENT_LEFT.1,
@@ -140,6 +143,11 @@ impl Account {
             Opinion::Neutral(Neutral::Busy) => "busy",
             Opinion::Neutral(Neutral::Failed) => "failed",
         });
+    }
+
+    /// If it is answered, the length of the answer says which ranker was right.
+    pub fn is_compared(&mut self, serving: Scored, shadow: Pending) {
+        self.compared = Some((serving, shadow));
     }
 
     /// If it is answered, the length of the answer is to be noted.
@@ -271,7 +279,7 @@ fn operation(api: Api, path: &str) -> (Option<&'static str>, &'static str) {
 
 impl Drop for Account {
     fn drop(&mut self) {
-        let (trace, noted) = (self.trace.take(), self.noted.take());
+        let (trace, noted, compared) = (self.trace.take(), self.noted.take(), self.compared.take());
         let (operation, provider) = operation(self.api, &self.path);
         let backend = self.target.as_ref().map(|target| target.connections.host());
         let outcome = Outcome {
@@ -301,14 +309,14 @@ impl Drop for Account {
             stolen: self.stolen,
             retries: self.attempts.saturating_sub(1),
         };
-        if let (Some(noted), Some(pool)) = (noted, &self.pool)
-            && self.reason == "ok"
-            && self.stopped
-            && self.output_tokens > 0
-            && let Some(model) = self.upstream_model()
-        {
-            let (log, text) = *noted;
-            log.note(&pool.name, model, text, self.output_tokens);
+        let is_learnt_from = (noted.is_some() || compared.is_some()) && self.reason == "ok" && self.stopped && self.output_tokens > 0;
+        if let (true, Some(pool), Some(model)) = (is_learnt_from, &self.pool, self.upstream_model()) {
+            if let Some((log, text)) = noted.map(|noted| *noted) {
+                log.note(&pool.name, model, text, self.output_tokens);
+            }
+            if let Some((serving, shadow)) = compared {
+                shadow.answered(&pool.name, model, serving, self.output_tokens);
+            }
         }
         telemetry::record(&outcome, &self.gateway.metrics);
         if let (Some(trace), Some(tracer)) = (&trace, &self.gateway.tracer) {

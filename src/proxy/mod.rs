@@ -424,12 +424,14 @@ async fn score(live: &Live, prompt: &mut Prompt, account: &mut Account) -> Optio
     if let Some(log) = live.training_log.as_ref().filter(|_| prompt.single && !text.user.is_empty()) {
         account.is_noted(log, text.clone());
     }
+    let asked = live.shadow.as_ref().filter(|_| prompt.single).map(|shadow| shadow.ask(text.clone()));
     let opinion = live.ranker.score(text).await;
     account.scored(&opinion);
-    match opinion {
-        Opinion::Scored(scored) => Some(scored),
-        Opinion::Neutral(_) => None,
+    let Opinion::Scored(scored) = opinion else { return None };
+    if let Some(shadow) = asked {
+        account.is_compared(scored, shadow);
     }
+    Some(scored)
 }
 
 /// Whether another backend may do better: this one failed before its first byte, or is full.

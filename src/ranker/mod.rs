@@ -3,11 +3,13 @@
 //! A [`Ranker`] is a handle. Behind it a few threads own the model; a request hands its text over, waits until its deadline and then goes on without
 //! an opinion. Nothing here can fail a request.
 //!
-//! `batcher` who is scored when · `weights` a model directory, verified · `tokenizer` text to pieces · `model` the encoder.
+//! `batcher` who is scored when · `weights` a model directory, verified · `tokenizer` text to pieces · `model` the encoder
+//! · `shadow` a second ranker, compared and not obeyed.
 
 mod batcher;
 mod cache;
 pub mod model;
+mod shadow;
 pub mod tokenizer;
 pub mod weights;
 
@@ -20,6 +22,7 @@ use crate::config::{Device, RankerSettings};
 use crate::scheduler::{Learnt, RankerVersion, Scored};
 
 pub use batcher::Counts;
+pub use shadow::{Compared, Pending, Shadow};
 pub use weights::RankerError;
 
 use batcher::{Batcher, Bounds, Loaded, Submitted};
@@ -257,7 +260,7 @@ mod tests {
     }
 
     fn settings(directory: &Path) -> RankerSettings {
-        RankerSettings { weights: directory.into(), device: Device::Cpu, deadline: Some(HOUR), threads: 1 }
+        RankerSettings { weights: directory.into(), device: Device::Cpu, deadline: Some(HOUR), threads: 1, shadow: None }
     }
 
     async fn scored(ranker: &Ranker, user: &str) -> Scored {

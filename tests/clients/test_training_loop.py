@@ -1,4 +1,4 @@
-"""The loop an operator runs: serve, note the lengths of answers, train on them, measure, and let the new ranker serve. The walk of docs/ranker.md."""
+"""The loop an operator runs: serve, note the lengths of answers, train on them, measure, try beside the old one, and let the new ranker serve. The walk of docs/ranker.md."""
 
 import json
 import shutil
@@ -48,9 +48,12 @@ def test_from_answers_to_a_ranker_that_serves(launch):
     essay, question = "Write a long and detailed essay about windmills.", "Are windmills useful? Answer yes or no."
     assert score(gateway, essay) > score(gateway, question), "the shipped ranker knows nothing of these answers"
 
-    with httpx.Client(timeout=60) as client:
-        for prompt in lengths:
-            client.post(gateway.url + "/v1/chat/completions", json=chat(prompt)).raise_for_status()
+    def ask_all():
+        with httpx.Client(timeout=60) as client:
+            for prompt in lengths:
+                client.post(gateway.url + "/v1/chat/completions", json=chat(prompt)).raise_for_status()
+
+    ask_all()
     gateway.until(lambda: metric(gateway.admin, 'headway_training_rows_total{result="written"}') == len(lengths) + 2, "every answer is noted")
     noted = [json.loads(row) for row in rows.read_text().splitlines()]
     assert {row["prompt"]: row["lens"] for row in noted if row["prompt"] in lengths} == {text: {"sim": tokens} for text, tokens in lengths.items()}
@@ -62,6 +65,16 @@ def test_from_answers_to_a_ranker_that_serves(launch):
     lines = json.loads(run("evaluate", "--data", rows, "--model", mine, "--json"))
     of_sim = next(line for line in lines if line["model"] == "sim")
     assert of_sim["tau"] > 0.4, of_sim
+
+    # Beside the one that serves, it shows on live traffic that it is better.
+    gateway.write(ranker={**ranker, "shadow": str(mine)})
+    assert gateway.reload().status_code == 200
+    ask_all()
+    gateway.until(lambda: [of["answers"] for of in shown(gateway)["shadow"]["models"]] == [len(lengths)], "all are compared")
+    [compared] = shown(gateway)["shadow"]["models"]
+    assert compared["tau_serving"] < 0 < 0.4 < compared["tau_shadow"], compared
+    assert metric(gateway.admin, "headway_ranker_shadow_tau") in (compared["tau_serving"], compared["tau_shadow"])
+    assert score(gateway, essay) > score(gateway, question), "a shadow is not obeyed"
 
     # The card last: its change is what the gateway looks for.
     for name in ("config.json", "tokenizer.json", "model.safetensors", "card.json"):
