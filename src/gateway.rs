@@ -11,6 +11,7 @@ use arc_swap::ArcSwap;
 use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
+use tokio::time::Instant;
 
 use crate::config::{self, BackendSettings, RankerSettings, Snapshot, TrainingLogSettings};
 use crate::dispatcher::{self, Dispatcher, Drained};
@@ -21,6 +22,7 @@ use crate::ranker::{Ranker, RankerError, Shadow};
 use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Tracer, TracerError};
+use crate::tenancy::Tenancy;
 use crate::training_log::{TrainingLog, TrainingLogError};
 
 /// Between two writings of what pools have learnt.
@@ -32,6 +34,8 @@ const MAX_MODELS: usize = 1024;
 pub struct Live {
     /// The configuration.
     pub snapshot: Arc<Snapshot>,
+    /// Who may ask; `None`: anybody.
+    pub tenancy: Option<Tenancy>,
     /// The scoring stage.
     pub ranker: Ranker,
     /// A second ranker, compared with the first.
@@ -300,12 +304,13 @@ impl Gateway {
         }
         let ranker = start_ranker(snapshot.ranker.clone()).await?;
         let metrics = Metrics::default();
+        let tenancy = next_tenancy(None, &snapshot);
         let shadow = next_shadow(None, snapshot.ranker.as_ref()).await?;
         let training_log = next_training_log(None, snapshot.training_log.as_ref(), &metrics).await?;
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools =
             snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
-        let live = Live { snapshot: Arc::new(snapshot), ranker, shadow, training_log, pools };
+        let live = Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, pools };
         let gateway = Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
@@ -362,7 +367,8 @@ impl Gateway {
         for gone in live.pools.iter().filter(|pool| !pools.iter().any(|stays| Arc::ptr_eq(pool, stays))) {
             gone.keep().await;
         }
-        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), ranker, shadow, training_log, pools }));
+        let tenancy = next_tenancy(Some(&live), &snapshot);
+        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, pools }));
         Ok(())
     }
 
@@ -471,6 +477,12 @@ async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ran
         }
         wanted => start_ranker(wanted.cloned()).await,
     }
+}
+
+/// The tenants that the next configuration knows. Those that are there already go on with what is counted against them.
+fn next_tenancy(live: Option<&Live>, snapshot: &Snapshot) -> Option<Tenancy> {
+    let before = live.and_then(|live| live.tenancy.as_ref());
+    snapshot.keys.as_ref().map(|tenants| Tenancy::new(tenants, before, Instant::now()))
 }
 
 /// The second ranker that the next configuration asks for. The running one goes on where its directory is the same, with what that holds now.

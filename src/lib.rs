@@ -24,6 +24,7 @@
 //! | [`config`] | files to one validated snapshot; the only place that knows YAML | pingora, candle |
 //! | [`gateway`] | the running whole: pools kept across reloads, one live value swapped | |
 //! | [`learnt`] | what a pool has learnt, kept over a restart | |
+//! | [`tenancy`] | who asks, what he may ask for, and how much of it | proxy, dispatcher, gateway |
 //! | [`training_log`] | prompts and the lengths of their answers, written down for training | proxy, dispatcher |
 //! | [`admin`] | what operators see and may do | |
 //! | [`telemetry`] | outcomes and stage timings to logs, metrics and traces; nobody below knows it | proxy, dispatcher, gateway |
@@ -61,6 +62,8 @@ pub mod scheduler;
 pub mod simulator;
 #[cfg(feature = "gateway")]
 pub mod telemetry;
+#[cfg(feature = "gateway")]
+pub mod tenancy;
 #[cfg(feature = "gateway")]
 pub mod training;
 #[cfg(feature = "gateway")]

@@ -7,6 +7,7 @@ use anyhow::Context;
 use clap::{Parser, Subcommand};
 use headway::engine::server as engine;
 use headway::simulator::command as simulator;
+use headway::tenancy::NewKey;
 use headway::training;
 
 mod demo;
@@ -34,9 +35,20 @@ enum Command {
     Engine(engine::Args),
     /// Compare policies on a workload in virtual time, or look for what breaks them
     Simulate(simulator::Args),
+    /// Keys that clients show
+    Key {
+        #[command(subcommand)]
+        what: Key,
+    },
     Train(training::TrainArgs),
     Evaluate(training::EvaluateArgs),
     Score(training::ScoreArgs),
+}
+
+#[derive(Subcommand)]
+enum Key {
+    /// Make a key, and print it once and the entry for the keys file
+    New,
 }
 
 fn main() -> ExitCode {
@@ -46,6 +58,7 @@ fn main() -> ExitCode {
         Command::Check { file } => check(&file),
         Command::Engine(args) => serve::runtime().and_then(|runtime| Ok(runtime.block_on(engine::run(args))?)),
         Command::Simulate(args) => simulator::run(&args),
+        Command::Key { what: Key::New } => new_key(),
         Command::Train(args) => training::train(&args),
         Command::Evaluate(args) => training::evaluate(&args),
         Command::Score(args) => training::score(&args),
@@ -68,10 +81,20 @@ fn story(error: &anyhow::Error) -> String {
         .fold(error.to_string(), |told, cause| if told.contains(&cause) { told } else { format!("{told}: {cause}") })
 }
 
+fn new_key() -> anyhow::Result<()> {
+    let key = NewKey::random()?;
+    println!("key     {}   for the client: it is shown this once and kept nowhere", key.reveal());
+    println!("sha256  {}   for a tenant's keys in the keys file", key.hash());
+    Ok(())
+}
+
 fn check(file: &Path) -> anyhow::Result<()> {
     let summary = headway::config::check(file)?;
     // Not the configuration's own business, and the start would fail of it all the same.
     if let Some(ranker) = headway::config::load(file)?.ranker {
+        if let Some(shadow) = &ranker.shadow {
+            headway::ranker::Shadow::start(&ranker, shadow).context("ranker.shadow")?;
+        }
         headway::ranker::Ranker::start(ranker).context("ranker")?;
     }
     print!("{summary}");

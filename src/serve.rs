@@ -57,6 +57,9 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let runtime = runtime()?;
     let gateway = runtime.block_on(Gateway::start(snapshot))?;
     runtime.block_on(admin::start(Arc::clone(&gateway), args.config.as_deref(), args.upgrade))?;
+    if gateway.live().tenancy.is_none() && !server.address().ip().is_loopback() {
+        tracing::warn!("no keys are configured: whoever reaches {} may ask", server.address());
+    }
     println!("listening on {scheme}://{}", server.address());
     let ended = server.run(Arc::new(Proxy::new(Arc::clone(&gateway))), Stop::Signals);
     if let Some(tracer) = &gateway.tracer {

@@ -99,6 +99,7 @@ fn router(admin: Admin) -> Router {
         .route("/readyz", get(ready))
         .route("/metrics", get(show_metrics))
         .route("/admin/pools", get(pools))
+        .route("/admin/tenants", get(tenants))
         .route("/admin/config", get(configuration))
         .route("/admin/reload", post(reload))
         .route("/admin/ranker", get(ranker))
@@ -111,7 +112,7 @@ fn router(admin: Admin) -> Router {
 }
 
 async fn index() -> &'static str {
-    "headway\n\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/pools\nGET  /admin/config\nPOST /admin/reload\n\
+    "headway\n\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/pools\nGET  /admin/tenants\nGET  /admin/config\nPOST /admin/reload\n\
      GET  /admin/ranker\nPOST /admin/ranker/reload\nPOST /admin/ranker/rollback\n\
      POST /admin/backends/{pool}/{id}/drain\nPOST /admin/backends/{pool}/{id}/undrain\n"
 }
@@ -154,6 +155,10 @@ async fn show_metrics(State(admin): State<Admin>) -> Response {
 
 async fn pools(State(admin): State<Admin>) -> Response {
     Json(json!({ "pools": view::pools(&admin.gateway).await })).into_response()
+}
+
+async fn tenants(State(admin): State<Admin>) -> Response {
+    Json(json!({ "tenants": view::tenants(&admin.gateway.live()) })).into_response()
 }
 
 async fn configuration(State(admin): State<Admin>) -> Response {

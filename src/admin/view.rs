@@ -58,6 +58,31 @@ pub(super) fn ranker(live: &Live) -> Value {
     })
 }
 
+/// Who may ask and how their limits stand; `null` where nobody has to show a key.
+pub(super) fn tenants(live: &Live) -> Value {
+    let Some(tenancy) = &live.tenancy else { return Value::Null };
+    let tenants = tenancy.tenants().map(|tenant| {
+        let limits: serde_json::Map<String, Value> = tenant
+            .standing()
+            .map(|(what, standing)| {
+                let left = json!({ "per_minute": standing.per_minute, "left": standing.left, "full_in_s": standing.full_in.as_secs_f64() });
+                (what.as_str().to_owned(), left)
+            })
+            .collect();
+        let settings = tenant.settings();
+        json!({
+            "name": tenant.name(),
+            "weight": settings.weight.get(),
+            "models": settings.models,
+            "keys": settings.keys.len(),
+            "held": tenant.held(),
+            "concurrent_requests": settings.limits.concurrent_requests,
+            "limits": limits,
+        })
+    });
+    tenants.collect()
+}
+
 fn pool(settings: &config::Pool, runtime: &PoolRuntime, view: Option<&PoolView>) -> Value {
     let backends: Vec<Value> = runtime
         .targets()

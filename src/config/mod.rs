@@ -1,9 +1,10 @@
 //! Files to one validated [`Snapshot`]. The only place that knows YAML.
 //!
-//! `raw` is what users write, `text` reads single values, `validate` checks and joins them, `policy` finds policies. A wrong file yields one
+//! `raw` is what users write, `text` reads single values, `validate` checks and joins them, `policy` finds policies, `keys` reads who may ask. A wrong file yields one
 //! [`ConfigError`] with every problem that could be found: file, line, column, field, and what to write instead.
 
 mod error;
+mod keys;
 mod near;
 mod parse;
 mod policy;
@@ -104,6 +105,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         policy,
         ranker: None,
         otlp: None,
+        keys: None,
         training_log: None,
         state: None,
         edge: Edge::default(),
@@ -128,6 +130,13 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     // Writing to a String cannot fail.
     let _ = writeln!(out, "  clients    {tls}://{}", snapshot.listen);
     let _ = writeln!(out, "  operators  http://{}", snapshot.admin);
+    let _ = match &snapshot.keys {
+        None => writeln!(out, "  keys       none: whoever reaches the address may ask"),
+        Some(tenants) => {
+            let keys: usize = tenants.iter().map(|tenant| tenant.keys.len()).sum();
+            writeln!(out, "  keys       {keys} of {} tenants", tenants.len())
+        }
+    };
     let _ = writeln!(out, "  ranker     {ranker}");
     if let Some(shadow) = snapshot.ranker.as_ref().and_then(|ranker| ranker.shadow.as_ref()) {
         let _ = writeln!(out, "  shadow     {}", shadow.display());

@@ -99,6 +99,8 @@ fn example_of(field: &str) -> &'static str {
         "workload" => "workload: { trace: requests.csv, load: 0.8 }",
         "fleet" => "fleet: [{ engine: medium }]",
         "engine" => "engine: medium",
+        "tenants" => "tenants: [{ name: search, keys: [SHA-256 of a key, as headway key new prints it] }]",
+        "keys" => "keys: [SHA-256 of a key, as headway key new prints it]",
         "weights" => "weights: a model directory, for example ../models/pars",
         _ => "",
     }

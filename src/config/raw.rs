@@ -29,6 +29,7 @@ pub(super) struct File {
     pub policy: Option<Leaf<String>>,
     pub ranker: Option<Ranker>,
     pub telemetry: Option<Telemetry>,
+    pub keys: Option<Keys>,
     pub training_log: Option<TrainingLog>,
     pub state: Option<Leaf<PathBuf>>,
     pub edge: Option<Edge>,
@@ -66,6 +67,38 @@ pub(super) struct Otlp {
     pub endpoint: Leaf<Endpoint>,
     pub sample: Option<Leaf<f64>>,
     pub service_name: Option<Leaf<String>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Keys {
+    pub file: Leaf<PathBuf>,
+}
+
+/// The keys file.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct KeysFile {
+    pub tenants: Spanned<Vec<Tenant>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Tenant {
+    pub name: Leaf<String>,
+    pub weight: Option<Leaf<Weight>>,
+    pub models: Option<Spanned<Vec<Leaf<String>>>>,
+    pub limits: Option<TenantLimits>,
+    pub keys: Spanned<Vec<Leaf<String>>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct TenantLimits {
+    pub requests_per_minute: Option<Leaf<u64>>,
+    pub input_tokens_per_minute: Option<Leaf<u64>>,
+    pub output_tokens_per_minute: Option<Leaf<u64>>,
+    pub concurrent_requests: Option<Leaf<u64>>,
 }
 
 #[derive(Deserialize)]

@@ -1,6 +1,6 @@
 //! Everything a request may read, validated together. A request takes one snapshot and keeps it from start to finish.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use crate::fleet::EngineKind;
 use crate::scheduler::{Limits, Policy, Slots, Weight};
+use crate::tenancy::KeyHash;
 
 /// One validated configuration. Built by [`super::load`], never changed.
 #[derive(Clone, Debug)]
@@ -26,6 +27,8 @@ pub struct Snapshot {
     pub ranker: Option<RankerSettings>,
     /// Where traces of requests go; `None`: nowhere, and none are recorded.
     pub otlp: Option<Otlp>,
+    /// Who may ask; `None`: anybody.
+    pub keys: Option<Arc<Vec<Arc<TenantSettings>>>>,
     /// Where the lengths of answers are written down for training; `None`: nowhere.
     pub training_log: Option<TrainingLogSettings>,
     /// The directory where pools keep what they have learnt; `None` forgets it at the end.
@@ -100,6 +103,29 @@ pub struct Otlp {
     pub sample: f64,
     /// What this gateway is called in the traces.
     pub service_name: String,
+}
+
+/// One tenant as configured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TenantSettings {
+    /// A metric label, and the tenant's identity across reloads.
+    pub name: String,
+    /// Its share relative to others: how far ahead its requests are ordered.
+    pub weight: Weight,
+    /// Names that it may ask for; `None`: all.
+    pub models: Option<BTreeSet<String>>,
+    pub limits: TenantLimits,
+    pub keys: Vec<KeyHash>,
+}
+
+/// How much one tenant may ask for; `None` is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TenantLimits {
+    pub requests_per_minute: Option<u64>,
+    pub input_tokens_per_minute: Option<u64>,
+    pub output_tokens_per_minute: Option<u64>,
+    /// Requests that are here at once, waiting or running.
+    pub concurrent_requests: Option<u64>,
 }
 
 /// A file of prompts and the lengths of their answers.

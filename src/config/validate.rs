@@ -10,6 +10,7 @@ use std::time::Duration;
 use serde_yaml::{Location, Spanned};
 
 use super::error::{ConfigError, Problem};
+use super::keys;
 use super::policy;
 use super::raw::{self, Leaf, TextOr};
 use super::snapshot::*;
@@ -142,6 +143,11 @@ fn expand(text: &str, environment: Environment) -> Result<String, Mistake> {
     Ok(out)
 }
 
+/// Whether a name can be a metric label and a part of a path as it is.
+pub(super) fn is_label(text: &str) -> bool {
+    (1..=64).contains(&text.len()) && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+}
+
 /// `30MiB`: the largest unit that divides it.
 pub(super) fn show_bytes(bytes: u64) -> String {
     for (unit, shift) in [("GiB", 30), ("MiB", 20), ("KiB", 10)] {
@@ -233,6 +239,8 @@ impl Builder<'_> {
             }
         }
         let models = self.routes(&file.pools.value, &pools, &place);
+        let served = pools.iter().all(|pool| !pool.models.is_empty()).then(|| models.keys().cloned().collect());
+        let keys = file.keys.as_ref().and_then(|keys| self.keys(keys, &root.key("keys"), served.as_ref()));
         let pools = pools.into_iter().map(Arc::new).collect();
         Snapshot {
             listen,
@@ -242,6 +250,7 @@ impl Builder<'_> {
             policy,
             ranker,
             otlp,
+            keys,
             training_log,
             state,
             edge,
@@ -371,6 +380,18 @@ impl Builder<'_> {
         Some(directory)
     }
 
+    /// `served` are the names that clients may ask for, `None` where a pool takes any.
+    fn keys(&mut self, raw: &raw::Keys, place: &Place, served: Option<&BTreeSet<String>>) -> Option<Arc<Vec<Arc<TenantSettings>>>> {
+        let (path, text) = self.text_file(&raw.file, &place.key("file"))?;
+        match keys::read(&path, &text, served, self.checker.environment) {
+            Ok(tenants) => Some(Arc::new(tenants)),
+            Err(error) => {
+                self.other_files.extend_from_slice(error.problems());
+                None
+            }
+        }
+    }
+
     fn training_log(&mut self, raw: &raw::TrainingLog, place: &Place) -> Option<TrainingLogSettings> {
         let file = self.path(&raw.file, &place.key("file"))?;
         if file.is_dir() {
@@ -454,8 +475,7 @@ impl Builder<'_> {
 
     fn pool(&mut self, raw: &raw::Pool, place: &Place, defaults: &Defaults, urls: &mut BTreeMap<String, Location>) -> Option<Pool> {
         let name = self.checker.read_text(&raw.name.text, &place.key("name"), |text| {
-            let fits = (1..=64).contains(&text.len()) && text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
-            if fits {
+            if is_label(text) {
                 Ok(text.to_owned())
             } else {
                 Err(Mistake::new(format!("{text:?} is not a pool name"), "1 to 64 letters, digits, '-', '_' or '.': it becomes a metric label"))

@@ -24,7 +24,7 @@ pub use ticket::{Rejection, Ticket};
 
 use crate::scheduler::{
     Action, BackendId, BackendState, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, Reason, Request, RequestId, Scheduler, Scored,
-    Time, Tokens, Weight,
+    TenantId, Time, Tokens, Weight,
 };
 
 /// More waiting requests than this are not ordered anew on a thread that others need.
@@ -56,6 +56,8 @@ pub struct Arrival {
     pub max_output: Option<Tokens>,
     /// Output already produced for this piece of work.
     pub attained: Tokens,
+    /// Whose it is, where that is known.
+    pub tenant: Option<TenantId>,
     /// Share relative to others.
     pub weight: Weight,
     /// When waiting becomes pointless.
@@ -137,7 +139,7 @@ impl Dispatcher {
             bytes: arrival.bytes,
             unscored: arrival.unscored,
             excluded: arrival.excluded,
-            tenant: None,
+            tenant: arrival.tenant,
             prefix: None,
             oracle_output: None,
         };

@@ -33,6 +33,7 @@ fn arrival(pool: &Dispatcher) -> Arrival {
         prompt_tokens: 10,
         max_output: Some(100),
         attained: 0,
+        tenant: None,
         weight: Weight::ONE,
         expires: pool.now().after(Duration::from_secs(60)),
         bytes: 1000,

@@ -14,8 +14,9 @@ use crate::config::Pool;
 use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
 use crate::ranker::{Neutral, Opinion, Pending, PromptText};
-use crate::scheduler::{Facts, Scored, Time};
+use crate::scheduler::{Facts, Scored, Time, Tokens};
 use crate::telemetry::{self, Outcome, Stage, Trace};
+use crate::tenancy::{Admission, Refused, Tenant};
 use crate::training_log::TrainingLog;
 
 /// What a client that left is called, here and in nginx's log.
@@ -31,6 +32,9 @@ pub struct Account {
     /// Present where the request is recorded.
     trace: Option<Box<Trace>>,
     api: Api,
+    tenant: Option<Arc<Tenant>>,
+    /// What it holds of its tenant's limits.
+    admission: Option<Admission>,
     model: String,
     streamed: bool,
     pool: Option<Arc<Pool>>,
@@ -71,6 +75,8 @@ impl Account {
             path: known_path(head.uri.path()).map_or_else(|| Cow::Owned(head.uri.path().to_owned()), Cow::Borrowed),
             request_id,
             api: Api::Other,
+            tenant: None,
+            admission: None,
             model: String::new(),
             streamed: false,
             pool: None,
@@ -117,6 +123,35 @@ impl Account {
 
     pub fn speaks(&mut self, api: Api) {
         self.api = api;
+    }
+
+    pub fn belongs_to(&mut self, tenant: &Arc<Tenant>) {
+        self.tenant = Some(Arc::clone(tenant));
+    }
+
+    /// Whose request it is, where keys are asked for.
+    pub fn tenant(&self) -> Option<&Tenant> {
+        self.tenant.as_deref()
+    }
+
+    /// Takes what it needs of its tenant's limits; `input` and `most` as of [`Tenant::admit`].
+    ///
+    /// # Errors
+    /// The tenant may not use the model, or not now.
+    pub fn admit(&mut self, input: Tokens, most: Option<Tokens>) -> Result<(), Refused> {
+        let Some(tenant) = &self.tenant else { return Ok(()) };
+        if !tenant.may_use(&self.model) {
+            return Err(Refused::Model(self.model.clone()));
+        }
+        self.admission = Some(tenant.admit(input, most, Instant::now())?);
+        Ok(())
+    }
+
+    /// How the tenant's limits stand, as headers.
+    pub fn explain_limits(&self, headers: &mut HeaderMap) {
+        if let Some(tenant) = &self.tenant {
+            tenant.explain(headers);
+        }
     }
 
     pub fn asks_for(&mut self, model: String, streamed: bool) {
@@ -279,6 +314,7 @@ fn operation(api: Api, path: &str) -> (Option<&'static str>, &'static str) {
 
 impl Drop for Account {
     fn drop(&mut self) {
+        let admission = self.admission.take();
         let (trace, noted, compared) = (self.trace.take(), self.noted.take(), self.compared.take());
         let (operation, provider) = operation(self.api, &self.path);
         let backend = self.target.as_ref().map(|target| target.connections.host());
@@ -289,6 +325,7 @@ impl Drop for Account {
             path: &self.path,
             operation,
             provider,
+            tenant: self.tenant.as_ref().map(|tenant| tenant.name()),
             streamed: self.streamed,
             model: &self.model,
             upstream_model: trace.as_ref().filter(|_| self.reason == "ok").and_then(|_| self.upstream_model()),
@@ -309,6 +346,9 @@ impl Drop for Account {
             stolen: self.stolen,
             retries: self.attempts.saturating_sub(1),
         };
+        if let Some(admission) = admission.filter(|_| self.target.is_some()) {
+            admission.used(self.prompt_tokens, self.output_tokens);
+        }
         let is_learnt_from = (noted.is_some() || compared.is_some()) && self.reason == "ok" && self.stopped && self.output_tokens > 0;
         if let (true, Some(pool), Some(model)) = (is_learnt_from, &self.pool, self.upstream_model()) {
             if let Some((log, text)) = noted.map(|noted| *noted) {

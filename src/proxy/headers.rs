@@ -7,6 +7,7 @@ use http::header::{
 use http::request::Parts;
 
 use crate::telemetry::random;
+use crate::tenancy::API_KEYS;
 
 /// Names a request end to end.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
@@ -15,8 +16,6 @@ pub const CONVERSATION_ID: HeaderName = HeaderName::from_static("x-conversation-
 
 const KEEP_ALIVE: HeaderName = HeaderName::from_static("keep-alive");
 const PROXY_CONNECTION: HeaderName = HeaderName::from_static("proxy-connection");
-/// Anthropic's and Azure's names of a client's key.
-const API_KEYS: [HeaderName; 2] = [HeaderName::from_static("x-api-key"), HeaderName::from_static("api-key")];
 /// The longest id that is kept from a client.
 const LONGEST_ID: usize = 128;
 

@@ -168,7 +168,12 @@ impl Proxy {
         if headers::size(&head) > live.snapshot.edge.max_head {
             return Err(Failure::HeadTooLarge { limit: live.snapshot.edge.max_head });
         }
-        if let Some(list) = models::answer(&live, &head) {
+        let tenant = live.tenancy.as_ref().map(|tenancy| tenancy.who(&head.headers)).transpose()?;
+        if let Some(tenant) = tenant {
+            account.belongs_to(tenant);
+        }
+        let tenant = tenant.map(Arc::as_ref);
+        if let Some(list) = models::answer(&live, tenant, &head) {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
         let api = dialect(&head)?;
@@ -180,8 +185,9 @@ impl Proxy {
         *body = None;
         let mut prompt = read_prompt(api, &head, &held.bytes).await?;
         account.asks_for(std::mem::take(&mut prompt.model), prompt.stream);
-        let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, account.model()))?;
+        let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, tenant, account.model()))?;
         account.goes_to(routed.settings);
+        account.admit(prompt.prompt_tokens, if api.is_scored() { prompt.max_output } else { Some(0) })?;
 
         let arrived = routed.pool.dispatcher.now();
         let score = if api.is_scored() { score(&live, &mut prompt, account).await } else { None };
@@ -196,6 +202,8 @@ impl Proxy {
     /// Puts head, body and account together.
     fn reply(&self, answered: Answered, account: Account) -> Response<ReplyBody> {
         let id = account.request_id_header().clone();
+        let mut limits = HeaderMap::new();
+        account.explain_limits(&mut limits);
         let mut response = match answered {
             Answered::Whole(response) => response.map(ReplyBody::Whole),
             Answered::Streaming { head, upstream, observer, ending, permit } => {
@@ -204,6 +212,7 @@ impl Proxy {
             }
         };
         response.headers_mut().insert(headers::REQUEST_ID, id);
+        response.headers_mut().extend(limits);
         response
     }
 }
@@ -250,7 +259,8 @@ impl Outgoing {
             prompt_tokens: self.prompt.prompt_tokens,
             max_output: self.prompt.max_output,
             attained: 0,
-            weight: Weight::ONE,
+            tenant: account.tenant().map(|tenant| tenant.id()),
+            weight: account.tenant().map_or(Weight::ONE, |tenant| tenant.settings().weight),
             expires: self.arrived.after(until),
             bytes: u32::try_from(self.held.bytes.len()).unwrap_or(u32::MAX),
             unscored: !self.api.is_scored(),
@@ -485,6 +495,7 @@ fn refuse(failure: &Failure, mut account: Account, body: Option<Incoming>) -> Re
     account.told(status, reason);
     let mut response = failure.response(account.api(), account.request_id());
     response.headers_mut().insert(headers::REQUEST_ID, account.request_id_header().clone());
+    account.explain_limits(response.headers_mut());
     response.map(|text| match body {
         Some(body) if !http_body::Body::is_end_stream(&body) => ReplyBody::lingering(text, body),
         _ => ReplyBody::Whole(text),

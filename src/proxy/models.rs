@@ -10,11 +10,12 @@ use serde_json::{Value, json};
 use super::response::Failure;
 use crate::config::near;
 use crate::gateway::Live;
+use crate::tenancy::Tenant;
 
 const LIST: &str = "/v1/models";
 
-/// The answer to a request for the list or for one model of it; `None` if it asks for something else.
-pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failure>> {
+/// The answer to a request for the list or for one model of it, as far as `tenant` may use them; `None` if it asks for something else.
+pub fn answer(live: &Live, tenant: Option<&Tenant>, head: &Parts) -> Option<Result<Response<Bytes>, Failure>> {
     let rest = head.uri.path().strip_prefix(LIST)?;
     let wanted = match rest.strip_prefix('/') {
         None if rest.is_empty() => None,
@@ -28,7 +29,7 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
     }
     // Clients of both APIs ask at the same path.
     let entry = if head.headers.contains_key("anthropic-version") { anthropic } else { openai };
-    let names = live.model_names();
+    let names = names(live, tenant);
     let document = match wanted {
         None => {
             let data: Vec<Value> = names.iter().map(|name| entry(name)).collect();
@@ -36,7 +37,7 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
         }
         Some(wanted) => match names.iter().find(|known| **known == wanted) {
             Some(name) => entry(name),
-            None => return Some(Err(unknown(live, &wanted))),
+            None => return Some(Err(unknown(live, tenant, &wanted))),
         },
     };
     let mut response = Response::new(Bytes::from(document.to_string()));
@@ -45,10 +46,17 @@ pub fn answer(live: &Live, head: &Parts) -> Option<Result<Response<Bytes>, Failu
 }
 
 /// A model that nobody here serves, and the names that it may have meant.
-pub fn unknown(live: &Live, model: &str) -> Failure {
-    let names = live.model_names();
+pub fn unknown(live: &Live, tenant: Option<&Tenant>, model: &str) -> Failure {
+    let names = names(live, tenant);
     let near = near(model, names.iter().map(String::as_str)).into_iter().map(str::to_owned).collect();
     Failure::UnknownModel { model: model.to_owned(), near }
+}
+
+/// The names that this tenant may ask for.
+fn names(live: &Live, tenant: Option<&Tenant>) -> Vec<String> {
+    let mut names = live.model_names();
+    names.retain(|name| tenant.is_none_or(|tenant| tenant.may_use(name)));
+    names
 }
 
 fn openai(name: &str) -> Value {

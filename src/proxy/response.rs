@@ -12,6 +12,7 @@ use super::body::BodyError;
 use super::upstream::UpstreamError;
 use crate::dispatcher::Rejection;
 use crate::scheduler::Reason;
+use crate::tenancy::{Refused, What};
 
 /// Says in one word why a request was refused or failed.
 pub const REASON: HeaderName = HeaderName::from_static("x-headway-reason");
@@ -23,6 +24,8 @@ pub enum Failure {
     BadBody(#[from] BadBody),
     #[error("{0}")]
     Body(#[from] BodyError),
+    #[error("{0}")]
+    Refused(#[from] Refused),
     #[error("the headers are larger than the limit of {limit} bytes")]
     HeadTooLarge { limit: usize },
     #[error("there is nothing at {0}")]
@@ -87,6 +90,13 @@ impl Failure {
             Failure::Body(BodyError::NoRoom { .. }) => (StatusCode::TOO_MANY_REQUESTS, "body_memory"),
             Failure::Body(BodyError::Timeout(_)) => (StatusCode::REQUEST_TIMEOUT, "body_timeout"),
             Failure::Body(BodyError::Broken) => (StatusCode::BAD_REQUEST, "body_broken"),
+            Failure::Refused(Refused::NoKey) => (StatusCode::UNAUTHORIZED, "missing_api_key"),
+            Failure::Refused(Refused::UnknownKey) => (StatusCode::UNAUTHORIZED, "invalid_api_key"),
+            Failure::Refused(Refused::Model(_)) => (StatusCode::FORBIDDEN, "model_forbidden"),
+            Failure::Refused(Refused::Rate { what: What::Requests, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_requests"),
+            Failure::Refused(Refused::Rate { what: What::InputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_input_tokens"),
+            Failure::Refused(Refused::Rate { what: What::OutputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_output_tokens"),
+            Failure::Refused(Refused::Concurrent(_)) => (StatusCode::TOO_MANY_REQUESTS, "concurrent_requests"),
             Failure::HeadTooLarge { .. } => (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large"),
             Failure::UnknownPath(_) => (StatusCode::NOT_FOUND, "unknown_path"),
             Failure::WrongMethod { .. } => (StatusCode::METHOD_NOT_ALLOWED, "wrong_method"),
@@ -118,6 +128,7 @@ impl Failure {
         let seconds = match self {
             Failure::Rejected(Rejection { reason: Reason::TooLarge | Reason::NoOtherBackend, .. }) => return None,
             Failure::Rejected(rejection) => rejection.retry_after,
+            Failure::Refused(refused) => refused.retry_after()?,
             Failure::TotalInQueue { retry_after } => *retry_after,
             Failure::Body(BodyError::NoRoom { .. }) | Failure::ShuttingDown => 1,
             _ => return None,
@@ -129,7 +140,7 @@ impl Failure {
     fn field(&self) -> Option<&str> {
         match self {
             Failure::BadBody(bad) => bad.field(),
-            Failure::UnknownModel { .. } => Some("model"),
+            Failure::UnknownModel { .. } | Failure::Refused(Refused::Model(_)) => Some("model"),
             _ => None,
         }
     }
@@ -205,6 +216,8 @@ fn openai_type(status: StatusCode) -> &'static str {
 /// Anthropic's `type` of errors with this status (docs.anthropic.com, "Errors").
 fn anthropic_type(status: StatusCode) -> &'static str {
     match status {
+        StatusCode::UNAUTHORIZED => "authentication_error",
+        StatusCode::FORBIDDEN => "permission_error",
         StatusCode::NOT_FOUND => "not_found_error",
         StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
         StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
@@ -228,10 +241,18 @@ mod tests {
     fn every_case_of_the_contract_has_its_status() {
         let second = Duration::from_secs(1);
         let io = || std::io::Error::other("x");
+        let rate = |what| Failure::from(Refused::Rate { what, limit: 10, wait: Duration::from_millis(1001) });
         for (failure, status, code, retry) in [
             (BadBody::Missing("model").into(), 400, "missing_field", None),
             (BadBody::TooDeep.into(), 400, "invalid_body", None),
             (Failure::UnknownModel { model: "m".into(), near: vec![] }, 404, "model_not_found", None),
+            (Refused::NoKey.into(), 401, "missing_api_key", None),
+            (Refused::UnknownKey.into(), 401, "invalid_api_key", None),
+            (Refused::Model("m".into()).into(), 403, "model_forbidden", None),
+            (rate(What::Requests), 429, "rate_limit_requests", Some("2")),
+            (rate(What::InputTokens), 429, "rate_limit_input_tokens", Some("2")),
+            (rate(What::OutputTokens), 429, "rate_limit_output_tokens", Some("2")),
+            (Refused::Concurrent(5).into(), 429, "concurrent_requests", Some("1")),
             (Failure::UnknownPath("/x".into()), 404, "unknown_path", None),
             (Failure::WrongMethod { path: "/v1/models".into(), allowed: "GET" }, 405, "wrong_method", None),
             (Failure::HeadTooLarge { limit: 5 }, 431, "head_too_large", None),

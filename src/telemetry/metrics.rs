@@ -22,6 +22,8 @@ const OTHER: &str = "other";
 pub struct Record<'a> {
     /// `None`: no pool was found for it.
     pub pool: Option<&'a str>,
+    /// Configured names only; `None` where no keys are asked for, or none was known.
+    pub tenant: Option<&'a str>,
     /// The model as clients call it; `None` where nobody serves it, so that clients cannot make up labels.
     pub model: Option<&'a str>,
     /// One of a closed set of names.
@@ -58,6 +60,17 @@ struct ModelLabels {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PoolLabels {
     pool: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TenantLabels {
+    tenant: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct TenantOutcomeLabels {
+    tenant: String,
+    outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -101,6 +114,9 @@ pub struct Metrics {
     prompt_tokens: Family<ModelLabels, Counter>,
     output_tokens: Family<ModelLabels, Counter>,
     retries: Family<PoolLabels, Counter>,
+    tenant_requests: Family<TenantOutcomeLabels, Counter>,
+    tenant_prompt_tokens: Family<TenantLabels, Counter>,
+    tenant_output_tokens: Family<TenantLabels, Counter>,
     scores: Family<ScoringLabels, Counter>,
     traces: Family<ResultLabels, Counter>,
     training_rows: Family<ResultLabels, Counter>,
@@ -126,6 +142,9 @@ impl Default for Metrics {
             prompt_tokens: Family::default(),
             output_tokens: Family::default(),
             retries: Family::default(),
+            tenant_requests: Family::default(),
+            tenant_prompt_tokens: Family::default(),
+            tenant_output_tokens: Family::default(),
             scores: Family::default(),
             traces: Family::default(),
             training_rows: Family::default(),
@@ -145,6 +164,9 @@ impl Metrics {
         registry.register("prompt_tokens", "Prompt tokens, as backends count them", self.prompt_tokens.clone());
         registry.register("output_tokens", "Output tokens sent to clients", self.output_tokens.clone());
         registry.register("retries", "Attempts on another backend before the first byte", self.retries.clone());
+        registry.register("tenant_requests", "Requests of a tenant that ended, by how", self.tenant_requests.clone());
+        registry.register("tenant_prompt_tokens", "Prompt tokens of a tenant, as backends count them", self.tenant_prompt_tokens.clone());
+        registry.register("tenant_output_tokens", "Output tokens sent to a tenant", self.tenant_output_tokens.clone());
         registry.register("scores", "Where the scores of requests came from", self.scores.clone());
         registry.register("traces", "Recorded traces, by what became of them", self.traces.clone());
         registry.register("training_rows", "Answers noted for training, by what became of them", self.training_rows.clone());
@@ -171,6 +193,12 @@ impl Metrics {
         }
         if record.output_tokens > 0 {
             self.output_tokens.get_or_create(&of_model).inc_by(record.output_tokens.into());
+        }
+        if let Some(tenant) = record.tenant {
+            self.tenant_requests.get_or_create(&TenantOutcomeLabels { tenant: tenant.to_owned(), outcome: record.outcome }).inc();
+            let of_tenant = TenantLabels { tenant: tenant.to_owned() };
+            self.tenant_prompt_tokens.get_or_create(&of_tenant).inc_by(record.prompt_tokens.unwrap_or_default().into());
+            self.tenant_output_tokens.get_or_create(&of_tenant).inc_by(record.output_tokens.into());
         }
         if record.retries > 0 {
             self.retries.get_or_create(&of_pool).inc_by(record.retries.into());
@@ -223,6 +251,7 @@ mod tests {
     fn record(model: Option<&str>) -> Record<'_> {
         Record {
             pool: Some("chat"),
+            tenant: Some("search"),
             model,
             outcome: "completed",
             queued: Some(Duration::from_millis(40)),
@@ -255,6 +284,9 @@ mod tests {
             "headway_prompt_tokens_total{pool=\"chat\",model=\"llama\"} 200",
             "headway_output_tokens_total{pool=\"chat\",model=\"llama\"} 100",
             "headway_retries_total{pool=\"chat\"} 2",
+            "headway_tenant_requests_total{tenant=\"search\",outcome=\"completed\"} 2",
+            "headway_tenant_prompt_tokens_total{tenant=\"search\"} 200",
+            "headway_tenant_output_tokens_total{tenant=\"search\"} 100",
             "headway_scores_total{pool=\"chat\",result=\"scored\"} 2",
         ] {
             assert!(out.lines().any(|have| have == line), "{line} is not in\n{out}");

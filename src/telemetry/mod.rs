@@ -28,6 +28,8 @@ pub struct Outcome<'a> {
     pub operation: Option<&'static str>,
     /// Whose API is spoken, in the words of the same.
     pub provider: &'static str,
+    /// Whose request it is, where keys are asked for.
+    pub tenant: Option<&'a str>,
     /// A stream is asked for.
     pub streamed: bool,
     /// The model as the client named it; empty if it came to no model.
@@ -72,6 +74,7 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
     let complete = outcome.reason == "ok";
     metrics.record(&Record {
         pool: outcome.pool,
+        tenant: outcome.tenant,
         model: outcome.pool.map(|_| outcome.model),
         outcome: outcome.reason,
         queued: outcome.queued,
@@ -88,6 +91,7 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         trace = outcome.trace.map(tracing::field::display),
         method = outcome.method,
         path = outcome.path,
+        tenant = outcome.tenant,
         model = outcome.model,
         pool = outcome.pool,
         backend = outcome.backend,
@@ -123,6 +127,7 @@ impl Outcome<'_> {
             path: "/v1/chat/completions",
             operation: Some("chat"),
             provider: "openai",
+            tenant: None,
             streamed: false,
             model: "m",
             upstream_model: None,

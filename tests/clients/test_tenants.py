@@ -1,0 +1,164 @@
+"""Keys, tenants and their limits, with the SDKs that clients use."""
+
+import json
+import subprocess
+import threading
+
+import anthropic
+import httpx
+import openai
+import pytest
+from processes import BINARY, PATIENCE, metric, pool
+from scripted import completion, gate
+from wire import Call, chat, error, post
+
+
+def new_key():
+    """A key and its hash, as `headway key new` prints them."""
+    lines = subprocess.run([BINARY, "key", "new"], check=True, capture_output=True, text=True).stdout.splitlines()
+    (_, key, *_), (_, sha256, *_) = (line.split() for line in lines)
+    return key, sha256
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+class Tenants:
+    """A keys file, and the key of each tenant in it."""
+
+    def __init__(self, folder, **tenants):
+        self.file, self.keys, self.entries = folder / "keys.yaml", {}, {}
+        for name, settings in tenants.items():
+            self.keys[name], sha256 = new_key()
+            self.entries[name] = {"name": name, "keys": [sha256], **settings}
+        self.write()
+
+    def write(self):
+        self.file.write_text(json.dumps({"tenants": list(self.entries.values())}))
+
+    @property
+    def section(self):
+        return {"file": str(self.file)}
+
+
+def test_only_known_keys_are_served(launch):
+    tenants = Tenants(launch.folder, search={}, ads={"models": ["sim"]})
+    backend = launch.backend(models=("sim", "big"))
+    gateway = launch.gateway(pool(["sim", "big"], backend), keys=tenants.section).healthy(1)
+
+    missing = post(gateway, chat())
+    assert (missing.status_code, error(missing)["code"]) == (401, "missing_api_key")
+    unknown = post(gateway, chat(), headers=bearer("hw-nobody"))
+    assert (unknown.status_code, error(unknown)["code"]) == (401, "invalid_api_key")
+    assert httpx.get(gateway.url + "/v1/models", timeout=PATIENCE).status_code == 401
+    assert not backend.exchanges
+
+    client = openai.OpenAI(base_url=gateway.url + "/v1", api_key=tenants.keys["search"], max_retries=0)
+    assert client.chat.completions.create(model="big", messages=[{"role": "user", "content": "hi"}]).choices[0].message.content
+    assert backend.exchange(0).headers.get("authorization") is None, "a client's key stays here"
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="hw-wrong").models.list()
+    assert {model.id for model in client.models.list()} == {"sim", "big"}
+
+    ads = client.with_options(api_key=tenants.keys["ads"])
+    assert [model.id for model in ads.models.list()] == ["sim"]
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        ads.chat.completions.create(model="big", messages=[{"role": "user", "content": "hi"}])
+    assert refused.value.code == "model_forbidden"
+
+    with pytest.raises(anthropic.AuthenticationError):
+        anthropic.Anthropic(base_url=gateway.url, api_key="hw-wrong", max_retries=0).messages.create(
+            model="sim", max_tokens=5, messages=[{"role": "user", "content": "hi"}]
+        )
+    assert metric(gateway.admin, 'headway_tenant_requests_total{tenant="search",outcome="ok"}') >= 1
+    assert tenants.keys["search"] not in gateway.output()
+    assert 'tenant="search"' in gateway.output()
+
+
+def test_requests_per_minute(launch):
+    tenants = Tenants(launch.folder, slow={"limits": {"requests_per_minute": 2}}, other={})
+    gateway = launch.gateway(pool("sim", launch.backend()), keys=tenants.section).healthy(1)
+    first = post(gateway, chat(), headers=bearer(tenants.keys["slow"]))
+    assert first.headers["x-ratelimit-limit-requests"] == "2"
+    assert first.headers["x-ratelimit-remaining-requests"] == "1"
+    post(gateway, chat(), headers=bearer(tenants.keys["slow"]))
+    refused = post(gateway, chat(), headers=bearer(tenants.keys["slow"]))
+    assert (refused.status_code, error(refused)["code"]) == (429, "rate_limit_requests")
+    assert 25 <= int(refused.headers["retry-after"]) <= 30, "one of two comes back in half a minute"
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert post(gateway, chat(), headers=bearer(tenants.keys["other"])).status_code == 200
+
+    # A reload that changes nothing of it forgets nothing of it.
+    gateway.write(edge={"max_head": "32KiB"})
+    assert gateway.reload().status_code == 200
+    assert post(gateway, chat(), headers=bearer(tenants.keys["slow"])).status_code == 429
+    tenants.entries["slow"]["limits"] = {"requests_per_minute": 1000}
+    tenants.write()
+    assert gateway.reload().status_code == 200
+    assert post(gateway, chat(), headers=bearer(tenants.keys["slow"])).status_code == 200
+
+
+def test_tokens_are_settled_by_what_the_answer_took(launch):
+    tenants = Tenants(launch.folder, tenant={"limits": {"output_tokens_per_minute": 1000}})
+    backend = launch.backend(lambda exchange: exchange.reply(body=completion(tokens=exchange.json["seed"])))
+    gateway = launch.gateway(pool("sim", backend), keys=tenants.section).healthy(1)
+
+    def ask(tokens, **more):
+        return post(gateway, chat(seed=tokens, **more), headers=bearer(tenants.keys["tenant"]))
+
+    def left(response):
+        return int(response.headers["x-ratelimit-remaining-tokens"])
+
+    assert left(ask(10, max_tokens=500)) <= 1000 - 256, "what is likely is reserved while it runs"
+    assert 900 <= left(ask(900, max_tokens=50)) <= 950, "of the first, ten were used"
+    refused = ask(1, max_tokens=600)
+    assert (refused.status_code, error(refused)["code"]) == (429, "rate_limit_output_tokens")
+    # 910 tokens were used: what is reserved next is what the client allows, or about 290, and comes back at 1000 a minute.
+    assert 1 <= int(refused.headers["retry-after"]) <= 15
+    assert ask(1, max_tokens=20).status_code == 200, "a smaller one fits"
+
+
+def test_as_many_at_once_as_allowed_and_no_place_is_lost(launch):
+    tenants = Tenants(launch.folder, tenant={"limits": {"concurrent_requests": 2}})
+    backend = launch.backend(gate)
+    gateway = launch.gateway(pool("sim", {"url": backend.url, "slots": 1}), keys=tenants.section).healthy(1)
+    key = bearer(tenants.keys["tenant"])
+    running = Call(gateway, chat(), headers=key)
+    backend.exchange(0)
+    left = threading.Event()
+
+    def leave():
+        with pytest.raises(httpx.ReadTimeout):
+            post(gateway, chat(), timeout=1, headers=key)
+        left.set()
+
+    threading.Thread(target=leave).start()
+    gateway.wait_waiting(1)
+    refused = post(gateway, chat(), headers=key)
+    assert (refused.status_code, error(refused)["code"]) == (429, "concurrent_requests")
+    assert left.wait(PATIENCE)
+    gateway.wait_waiting(0)
+    queued = Call(gateway, chat(), headers=key)
+    gateway.wait_waiting(1)
+    backend.exchange(0).released.set()
+    assert running.result().status_code == 200
+    backend.exchange(1).released.set()
+    assert queued.result().status_code == 200
+
+
+def test_a_mistake_in_the_keys_file_keeps_the_last_good_one(launch):
+    tenants = Tenants(launch.folder, search={})
+    gateway = launch.gateway(pool("sim", launch.backend()), keys=tenants.section).healthy(1)
+    good = tenants.keys["search"]
+    secret = "hw-put-into-the-file-by-mistake"
+    tenants.file.write_text(f"tenants:\n  - name: search\n    models: [simm]\n    keys: [{secret}]\n")
+    answer = gateway.reload()
+    assert answer.status_code == 422
+    problems = {problem["field"]: problem for problem in answer.json()["error"]["problems"]}
+    assert problems["tenants[0].keys[0]"]["line"] == 4
+    assert "headway key new" in problems["tenants[0].keys[0]"]["hint"]
+    assert "did you mean sim?" in problems["tenants[0].models[0]"]["hint"]
+    assert secret not in answer.text
+    assert secret not in gateway.output()
+    assert post(gateway, chat(), headers=bearer(good)).status_code == 200
