@@ -69,6 +69,17 @@ impl Live {
         Some(self.routed(index, None, model))
     }
 
+    /// The pools that take a request for `model` when no backend of `routed` can, in this order. A pool that does not know the model serves its first one.
+    pub fn fallbacks<'a>(&'a self, routed: &Routed<'a>, model: &'a str) -> impl Iterator<Item = Routed<'a>> {
+        routed.settings.fallback.iter().filter_map(move |name| {
+            let index = self.snapshot.pools.iter().position(|pool| pool.name == *name)?;
+            let models = &self.snapshot.pools[index].models;
+            let serves = models.iter().find(|(name, _)| name == model).or(models.first());
+            let upstream = serves.map(|(name, upstream)| upstream.as_deref().unwrap_or(name)).filter(|upstream| *upstream != model);
+            Some(self.routed(index, upstream, upstream.unwrap_or(model)))
+        })
+    }
+
     fn routed<'a>(&'a self, index: usize, upstream: Option<&'a str>, name: &str) -> Routed<'a> {
         let pool = &self.pools[index];
         Routed { settings: &self.snapshot.pools[index], pool, upstream, model: pool.model_id(name) }
@@ -335,11 +346,13 @@ impl Gateway {
         unchanged("listen", live.snapshot.listen, snapshot.listen)?;
         unchanged("admin", live.snapshot.admin, snapshot.admin)?;
         unchanged("threads", live.snapshot.threads, snapshot.threads)?;
-        unchanged("tls", &live.snapshot.tls, &snapshot.tls)?;
-        unchanged("state", &live.snapshot.state, &snapshot.state)?;
+        let tls = |snapshot: &Snapshot| shown(snapshot.tls.as_ref().map(|tls| format!("{} with {}", tls.cert.display(), tls.key.display())));
+        unchanged("tls", tls(&live.snapshot), tls(&snapshot))?;
+        let state = |snapshot: &Snapshot| shown(snapshot.state.as_ref().map(|state| state.display()));
+        unchanged("state", state(&live.snapshot), state(&snapshot))?;
         let (collector, wanted) = (live.snapshot.otlp.as_ref(), snapshot.otlp.as_ref());
-        unchanged("telemetry.otlp.endpoint", collector.map(|otlp| &otlp.endpoint), wanted.map(|otlp| &otlp.endpoint))?;
-        unchanged("telemetry.otlp.service_name", collector.map(|otlp| &otlp.service_name), wanted.map(|otlp| &otlp.service_name))?;
+        unchanged("telemetry.otlp.endpoint", shown(collector.map(|otlp| &otlp.endpoint)), shown(wanted.map(|otlp| &otlp.endpoint)))?;
+        unchanged("telemetry.otlp.service_name", shown(collector.map(|otlp| &otlp.service_name)), shown(wanted.map(|otlp| &otlp.service_name)))?;
         let training_log = next_training_log(live.training_log.as_ref(), snapshot.training_log.as_ref(), &self.metrics).await?;
         let shadow = next_shadow(Some(&live), snapshot.ranker.as_ref()).await?;
         let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
@@ -454,8 +467,13 @@ fn started(settings: &config::Pool, seed: u64, state: Option<&Path>, ranker: &Ra
     Arc::new(pool)
 }
 
-fn unchanged<T: PartialEq + std::fmt::Debug>(field: &'static str, old: T, new: T) -> Result<(), ApplyError> {
-    if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: format!("{old:?}"), new: format!("{new:?}") }) }
+fn unchanged<T: PartialEq + ToString>(field: &'static str, old: T, new: T) -> Result<(), ApplyError> {
+    if old == new { Ok(()) } else { Err(ApplyError::Restart { field, old: old.to_string(), new: new.to_string() }) }
+}
+
+/// A setting as people read it.
+fn shown(setting: Option<impl ToString>) -> String {
+    setting.map_or_else(|| "nothing".to_owned(), |setting| setting.to_string())
 }
 
 /// The ranker that the next configuration asks for. The running one stays as far as it can.
@@ -579,6 +597,8 @@ mod tests {
         assert!(matches!(error, ApplyError::Restart { field: "listen", .. }), "{error}");
         let error = gateway.apply(Snapshot { threads: 7, ..snapshot(&[A, B]) }).await.unwrap_err();
         assert!(matches!(error, ApplyError::Restart { field: "threads", .. }), "{error}");
+        let error = gateway.apply(Snapshot { state: Some("/var/lib/x".into()), ..snapshot(&[A, B]) }).await.unwrap_err();
+        assert!(error.to_string().starts_with("state: cannot change from nothing to /var/lib/x while running"), "{error}");
         assert_eq!(ids(&gateway.live()).len(), 1);
     }
 

@@ -51,6 +51,9 @@ pub(super) async fn page(gateway: &Gateway, reloads: &ReloadStatus) -> Result<St
     registry.register("config_reloads", "Reloads of the configuration", outcomes);
     registry.register("config", "The configuration in force", Info::new(vec![("version", reloads.version.clone())]));
     registry.register("build", "This program", Info::new(vec![("version", env!("CARGO_PKG_VERSION"))]));
+    if let Some(version) = live.ranker.version() {
+        registry.register("ranker", "The ranker whose scores decide", Info::new(vec![("version", format!("{:08x}", version.0))]));
+    }
     let draining = Gauge::<i64>::default();
     draining.set(i64::from(gateway.draining()));
     registry.register("draining", "Whether the gateway is on its way out", draining);

@@ -91,6 +91,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         name: "default".into(),
         policy: Arc::clone(&policy),
         models: Vec::new(),
+        fallback: Vec::new(),
         backends,
         limits: DEFAULT_LIMITS,
         timeouts: Timeouts::default(),
@@ -161,6 +162,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
                 Some(upstream) => writeln!(out, "    model {name} (the backends know it as {upstream})"),
                 None => writeln!(out, "    model {name}"),
             };
+        }
+        if !pool.fallback.is_empty() {
+            let _ = writeln!(out, "    falls back on {}", pool.fallback.join(", then "));
         }
         for backend in &pool.backends {
             let engine = backend.engine.map_or("engine found out", |engine| engine.as_str());

@@ -144,6 +144,7 @@ pub(super) struct Timeouts {
 pub(super) struct Pool {
     pub name: Leaf<String>,
     pub models: Option<Spanned<Vec<TextOr<Model>>>>,
+    pub fallback: Option<Spanned<Vec<Leaf<String>>>>,
     pub policy: Option<Leaf<String>>,
     pub backends: Spanned<Vec<Backend>>,
     pub limits: Option<Limits>,

@@ -196,6 +196,8 @@ pub struct Pool {
     pub policy: Arc<NamedPolicy>,
     /// Names clients may ask for and the upstream name of each, in the order of the file. Empty: any model (a pool made by `--backend`), learnt from /v1/models.
     pub models: Vec<(String, Option<String>)>,
+    /// Names of the pools that take a request when no backend here can.
+    pub fallback: Vec<String>,
     pub backends: Vec<BackendSettings>,
     pub limits: Limits,
     pub timeouts: Timeouts,

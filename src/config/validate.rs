@@ -239,6 +239,7 @@ impl Builder<'_> {
             }
         }
         let models = self.routes(&file.pools.value, &pools, &place);
+        self.fallbacks(&file.pools.value, &pools, &place);
         let served = pools.iter().all(|pool| !pool.models.is_empty()).then(|| models.keys().cloned().collect());
         let keys = file.keys.as_ref().and_then(|keys| self.keys(keys, &root.key("keys"), served.as_ref()));
         let pools = pools.into_iter().map(Arc::new).collect();
@@ -507,7 +508,10 @@ impl Builder<'_> {
                 backends.push(backend);
             }
         }
-        Some(Pool { name: name?, policy: policy?, models, backends, limits, timeouts, retries, retry_budget: budget })
+        let fallback_place = place.key("fallback");
+        let fallback = raw.fallback.as_ref().map_or(&[][..], |fallback| &fallback.value);
+        let fallback = fallback.iter().enumerate().filter_map(|(index, leaf)| self.checker.read(leaf, &fallback_place.index(index))).collect();
+        Some(Pool { name: name?, policy: policy?, models, fallback, backends, limits, timeouts, retries, retry_budget: budget })
     }
 
     /// A backend's window belongs to one pool: two owners would each fill it.
@@ -604,6 +608,26 @@ impl Builder<'_> {
             return None;
         }
         Some(Secret::new(value.to_owned()))
+    }
+
+    /// Looks for pools that fall back on what is no other pool.
+    fn fallbacks(&mut self, raw: &[raw::Pool], pools: &[Pool], place: &Place) {
+        // Pools with problems are missing from `pools`: names are compared only where all could be read.
+        for (index, (raw, pool)) in raw.iter().zip(pools).filter(|_| raw.len() == pools.len()).enumerate() {
+            let leaves = raw.fallback.as_ref().map_or(&[][..], |fallback| &fallback.value);
+            for (position, (leaf, name)) in leaves.iter().zip(&pool.fallback).enumerate() {
+                let others = || pools.iter().map(|other| other.name.as_str()).filter(|other| *other != pool.name);
+                let mistake = if pool.fallback[..position].contains(name) {
+                    Mistake::new(format!("the pool {name:?} is there twice"), "keep one of them")
+                } else if others().any(|other| other == name) {
+                    continue;
+                } else {
+                    let close = super::near(name, others()).first().map(|close| format!("did you mean {close}? ")).unwrap_or_default();
+                    Mistake::new(format!("{name:?} is no other pool"), format!("{close}other pools: {}", others().collect::<Vec<_>>().join(", ")))
+                };
+                self.checker.problem(leaf.text.referenced, &place.index(index).key("fallback").index(position), mistake);
+            }
+        }
     }
 
     /// Every name a client may ask for, and what is wrong among them.

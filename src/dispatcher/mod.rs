@@ -122,6 +122,11 @@ impl Dispatcher {
         time_since(self.start)
     }
 
+    /// This moment by the pool's clock; its start for what was before it.
+    pub fn at(&self, moment: Instant) -> Time {
+        Time::ZERO.after(moment.saturating_duration_since(self.start))
+    }
+
     /// Asks for a slot. The answer comes through the ticket; dropping the ticket leaves the queue.
     pub fn enqueue(&self, arrival: Arrival) -> Ticket {
         // Relaxed is enough: the id only has to be unique, the channel orders everything else.

@@ -38,6 +38,8 @@ pub struct Account {
     model: String,
     streamed: bool,
     pool: Option<Arc<Pool>>,
+    /// The pool that the model belongs to, where another one took over.
+    fell_from: Option<Arc<Pool>>,
     target: Option<Arc<Target>>,
     queued: Option<Duration>,
     first_token: Option<Duration>,
@@ -80,6 +82,7 @@ impl Account {
             model: String::new(),
             streamed: false,
             pool: None,
+            fell_from: None,
             target: None,
             queued: None,
             first_token: None,
@@ -165,6 +168,12 @@ impl Account {
 
     pub fn goes_to(&mut self, pool: &Arc<Pool>) {
         self.pool = Some(Arc::clone(pool));
+    }
+
+    /// No backend of its pool could serve it: now one of this pool is tried.
+    pub fn falls_back(&mut self, pool: &Arc<Pool>) {
+        let before = self.pool.replace(Arc::clone(pool));
+        self.fell_from = self.fell_from.take().or(before);
     }
 
     pub fn scored(&mut self, opinion: &Opinion) {
@@ -330,6 +339,7 @@ impl Drop for Account {
             model: &self.model,
             upstream_model: trace.as_ref().filter(|_| self.reason == "ok").and_then(|_| self.upstream_model()),
             pool: self.pool.as_ref().map(|pool| pool.name.as_str()),
+            fell_from: self.fell_from.as_ref().map(|pool| pool.name.as_str()),
             backend: backend.and_then(|host| host.to_str().ok()),
             status: self.status,
             reason: self.reason,

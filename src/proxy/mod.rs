@@ -189,14 +189,26 @@ impl Proxy {
         account.goes_to(routed.settings);
         account.admit(prompt.prompt_tokens, if api.is_scored() { prompt.max_output } else { Some(0) })?;
 
-        let arrived = routed.pool.dispatcher.now();
+        // Each pool has a clock of its own.
+        let ready = Instant::now();
+        let arrived = routed.pool.dispatcher.at(ready);
         let score = if api.is_scored() { score(&live, &mut prompt, account).await } else { None };
         headers::strip_request(&mut head.headers, api.is_scored());
         head.headers.insert(headers::REQUEST_ID, account.request_id_header().clone());
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
         let deadline = after(account.started(), routed.settings.timeouts.total);
-        let outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, deadline };
-        outgoing.run(&live.snapshot.edge, &routed, account).await
+        let mut outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, deadline };
+        let mut ended = outgoing.run(&live.snapshot.edge, &routed, account).await;
+        let model = account.model().to_owned();
+        for next in live.fallbacks(&routed, &model) {
+            if !ended.as_ref().is_err_and(Failure::is_the_pools) {
+                break;
+            }
+            account.falls_back(next.settings);
+            outgoing.arrived = next.pool.dispatcher.at(ready);
+            ended = outgoing.run(&live.snapshot.edge, &next, account).await;
+        }
+        ended
     }
 
     /// Puts head, body and account together.

@@ -123,6 +123,11 @@ impl Failure {
         }
     }
 
+    /// Whether no backend of the pool could serve the request, and those of another might.
+    pub fn is_the_pools(&self) -> bool {
+        self.is_retriable() || matches!(self, Failure::Rejected(Rejection { reason: Reason::NoHealthyBackend | Reason::NoOtherBackend, .. }))
+    }
+
     /// Seconds after which it is worth trying again, where that can be said.
     fn retry_after(&self) -> Option<u32> {
         let seconds = match self {

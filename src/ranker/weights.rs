@@ -59,6 +59,9 @@ pub enum RankerError {
     NoPrevious,
 }
 
+/// The largest tolerance of golden scores: what f16 weights and another engine's rounding explain, with room.
+const LOOSEST: f32 = 0.05;
+
 /// `card.json`: the model card, as far as it is read again. Free text and figures live in [`Card::about`].
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -142,6 +145,9 @@ impl Package {
         let card = Card::read(directory)?;
         if card.golden.is_empty() {
             return Err(RankerError::Card("no golden prompts to verify the weights with".into()));
+        }
+        if !(0.0..=LOOSEST).contains(&card.tolerance) {
+            return Err(RankerError::Card(format!("a tolerance of {} verifies nothing; it is at most {LOOSEST}", card.tolerance)));
         }
         let verified = |file: &str| -> Result<Vec<u8>, RankerError> {
             let bytes = read(directory, file)?;
@@ -445,6 +451,7 @@ pub(crate) mod tests {
             refusal(directory.path())
         };
         assert!(matches!(with_card(&|card| card.format = 2), RankerError::Card(_)));
+        assert!(matches!(with_card(&|card| card.tolerance = 1e9), RankerError::Card(_)));
         assert!(matches!(with_card(&|card| card.golden.clear()), RankerError::Card(_)));
         assert!(matches!(with_card(&|card| card.files.clear()), RankerError::Card(_)));
         assert!(matches!(with_card(&|card| card.truncation.pieces = 17), RankerError::Card(_)));

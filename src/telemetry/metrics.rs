@@ -22,6 +22,8 @@ const OTHER: &str = "other";
 pub struct Record<'a> {
     /// `None`: no pool was found for it.
     pub pool: Option<&'a str>,
+    /// The pool that the model belongs to, where another one took over.
+    pub fell_from: Option<&'a str>,
     /// Configured names only; `None` where no keys are asked for, or none was known.
     pub tenant: Option<&'a str>,
     /// The model as clients call it; `None` where nobody serves it, so that clients cannot make up labels.
@@ -60,6 +62,12 @@ struct ModelLabels {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PoolLabels {
     pool: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct FallbackLabels {
+    pool: String,
+    to: String,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -114,6 +122,7 @@ pub struct Metrics {
     prompt_tokens: Family<ModelLabels, Counter>,
     output_tokens: Family<ModelLabels, Counter>,
     retries: Family<PoolLabels, Counter>,
+    fallbacks: Family<FallbackLabels, Counter>,
     tenant_requests: Family<TenantOutcomeLabels, Counter>,
     tenant_prompt_tokens: Family<TenantLabels, Counter>,
     tenant_output_tokens: Family<TenantLabels, Counter>,
@@ -142,6 +151,7 @@ impl Default for Metrics {
             prompt_tokens: Family::default(),
             output_tokens: Family::default(),
             retries: Family::default(),
+            fallbacks: Family::default(),
             tenant_requests: Family::default(),
             tenant_prompt_tokens: Family::default(),
             tenant_output_tokens: Family::default(),
@@ -164,6 +174,7 @@ impl Metrics {
         registry.register("prompt_tokens", "Prompt tokens, as backends count them", self.prompt_tokens.clone());
         registry.register("output_tokens", "Output tokens sent to clients", self.output_tokens.clone());
         registry.register("retries", "Attempts on another backend before the first byte", self.retries.clone());
+        registry.register("fallbacks", "Requests that another pool took over, since no backend of theirs could serve them", self.fallbacks.clone());
         registry.register("tenant_requests", "Requests of a tenant that ended, by how", self.tenant_requests.clone());
         registry.register("tenant_prompt_tokens", "Prompt tokens of a tenant, as backends count them", self.tenant_prompt_tokens.clone());
         registry.register("tenant_output_tokens", "Output tokens sent to a tenant", self.tenant_output_tokens.clone());
@@ -193,6 +204,9 @@ impl Metrics {
         }
         if record.output_tokens > 0 {
             self.output_tokens.get_or_create(&of_model).inc_by(record.output_tokens.into());
+        }
+        if let Some(from) = record.fell_from {
+            self.fallbacks.get_or_create(&FallbackLabels { pool: from.to_owned(), to: pool.clone() }).inc();
         }
         if let Some(tenant) = record.tenant {
             self.tenant_requests.get_or_create(&TenantOutcomeLabels { tenant: tenant.to_owned(), outcome: record.outcome }).inc();
@@ -251,6 +265,7 @@ mod tests {
     fn record(model: Option<&str>) -> Record<'_> {
         Record {
             pool: Some("chat"),
+            fell_from: Some("large"),
             tenant: Some("search"),
             model,
             outcome: "completed",
@@ -284,6 +299,7 @@ mod tests {
             "headway_prompt_tokens_total{pool=\"chat\",model=\"llama\"} 200",
             "headway_output_tokens_total{pool=\"chat\",model=\"llama\"} 100",
             "headway_retries_total{pool=\"chat\"} 2",
+            "headway_fallbacks_total{pool=\"large\",to=\"chat\"} 2",
             "headway_tenant_requests_total{tenant=\"search\",outcome=\"completed\"} 2",
             "headway_tenant_prompt_tokens_total{tenant=\"search\"} 200",
             "headway_tenant_output_tokens_total{tenant=\"search\"} 100",

@@ -38,6 +38,8 @@ pub struct Outcome<'a> {
     pub upstream_model: Option<&'a str>,
     /// `None`: no pool was found for it.
     pub pool: Option<&'a str>,
+    /// The pool that the model belongs to, where another one took over.
+    pub fell_from: Option<&'a str>,
     /// `host:port` of the backend that answered or failed last.
     pub backend: Option<&'a str>,
     /// What the client was told; 499 for one that left, as nginx writes it.
@@ -74,6 +76,7 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
     let complete = outcome.reason == "ok";
     metrics.record(&Record {
         pool: outcome.pool,
+        fell_from: outcome.fell_from,
         tenant: outcome.tenant,
         model: outcome.pool.map(|_| outcome.model),
         outcome: outcome.reason,
@@ -94,6 +97,7 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         tenant = outcome.tenant,
         model = outcome.model,
         pool = outcome.pool,
+        fell_from = outcome.fell_from,
         backend = outcome.backend,
         status = outcome.status,
         reason = outcome.reason,
@@ -132,6 +136,7 @@ impl Outcome<'_> {
             model: "m",
             upstream_model: None,
             pool: Some("chat"),
+            fell_from: None,
             backend: None,
             status: 429,
             reason: "queue_full",

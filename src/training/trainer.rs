@@ -1,6 +1,7 @@
 //! The training loop: batches, schedule, clipping, steps, and a file to go on from.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io::Write;
 use std::path::Path;
 
 use candle_core::{DType, Device, Result, Tensor, Var};
@@ -378,7 +379,9 @@ impl Training<'_> {
         let file =
             safetensors::serialize(views, Some(HashMap::from([("mark".to_owned(), mark)]))).map_err(|error| failed(std::io::Error::other(error)))?;
         let beside = path.with_extension("part");
-        std::fs::write(&beside, file).and_then(|()| std::fs::rename(&beside, path)).map_err(failed)
+        // On the disk before it takes the old one's name: a crash in between leaves one whole file.
+        let written = std::fs::File::create(&beside).and_then(|mut part| part.write_all(&file).and_then(|()| part.sync_all()));
+        written.and_then(|()| std::fs::rename(&beside, path)).map_err(failed)
     }
 
     /// Goes on where [`Training::save`] left off: the result is the one that an uninterrupted training would have had, to the bit.
