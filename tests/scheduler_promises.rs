@@ -478,3 +478,108 @@ fn scores_that_say_nothing_or_the_opposite_leave_the_order_of_arrival() {
     let right = order_by_arrival(|_, length| length as f32);
     assert!(right < 0.9, "scores that say something are obeyed: {right}");
 }
+
+#[test]
+fn an_engine_with_a_queue_of_its_own_tells_its_speed_before_its_window_is_full() {
+    let learns = |waiting: Option<u32>| {
+        let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+        pool.backend(0, slots(4));
+        pool.arrive(Request { max_output: None, ..prompt(1, 1) });
+        pool.released(Event::LoadReported(BackendId(0), Load { running: Some(1), waiting, kv_used: None }));
+        for second in 1..10 {
+            pool.wait(1);
+            pool.released(Event::Progress(RequestId(1), second * 100));
+        }
+        pool.scheduler.view().backends[0].speed_learnt
+    };
+    assert_eq!([None, Some(0), Some(1)].map(learns), [false, false, true]);
+}
+
+#[test]
+fn time_without_a_request_is_no_slowness() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    // Full in a way: it may hold nothing and holds nothing.
+    pool.backend(0, slots(0));
+    pool.wait(60);
+    pool.backend(0, slots(1));
+    pool.arrive(Request { max_output: None, ..prompt(1, 1) });
+    for second in 1..10 {
+        pool.wait(1);
+        pool.released(Event::Progress(RequestId(1), second * 100));
+    }
+    let output = pool.scheduler.view().backends[0].speed.output;
+    assert!((0.009..0.013).contains(&output), "{output}");
+}
+
+#[test]
+fn a_window_grows_for_those_who_wait_and_not_for_what_passes() {
+    let auto = BackendState { slots: Slots::Auto { initial: 8, max: 64 }, ..slots(0) };
+    let window = |waiting_here: u64, engine_waits: u32| {
+        let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+        pool.backend(0, auto.clone());
+        let report = |pool: &mut Pool, waiting| {
+            pool.actions(Event::LoadReported(BackendId(0), Load { running: Some(8 - waiting), waiting: Some(waiting), kv_used: None }));
+        };
+        report(&mut pool, 0);
+        for id in 0..8 + waiting_here {
+            pool.arrive(request(id));
+        }
+        pool.wait(3);
+        report(&mut pool, engine_waits);
+        pool.scheduler.view().backends[0].window
+    };
+    assert_eq!(window(0, 0), 8, "for nobody");
+    assert!(window(5, 0) > 8);
+    // Eight releases in three seconds and iterations of milliseconds: two that wait in the engine do not just pass.
+    assert_eq!(window(5, 2), 8);
+}
+
+#[test]
+fn an_answer_as_long_as_expected_is_expected_to_go_on() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(1));
+    pool.arrive(Request { max_output: Some(1000), ..request(0) });
+    let backlog = |pool: &mut Pool, output| {
+        pool.released(Event::Progress(RequestId(0), output));
+        let view = pool.scheduler.view();
+        view.backends[0].backlog / view.backends[0].speed.output
+    };
+    let expected = 1 + backlog(&mut pool, 1).round() as u32;
+    assert!((100..500).contains(&expected), "{expected}");
+    assert!((backlog(&mut pool, expected - 10) - 10.0).abs() < 1e-6);
+    assert!((backlog(&mut pool, expected) - f64::from(expected / 4)).abs() < 1e-6, "as long again as a quarter of what came");
+    assert!((backlog(&mut pool, 950) - 50.0).abs() < 1e-6, "and no longer than allowed");
+}
+
+#[test]
+fn a_policy_without_overload_ends_it_at_once() {
+    let mut pool = overloaded(Order::Headway);
+    let calm = PolicyParts {
+        order: Order::Headway,
+        gamma: Gamma::Fixed(0.1),
+        max_overtake: MaxOvertake::Auto,
+        aging_threshold: Duration::from_secs(100),
+        aging_share: 0.25,
+        overload: false,
+    };
+    pool.released(Event::PolicyChanged(Policy::new(calm).unwrap()));
+    assert_eq!(pool.scheduler.view().mode, Mode::Normal);
+    pool.wait(60);
+    assert_eq!((pool.scheduler.view().mode, pool.scheduler.view().counters.overloads), (Mode::Normal, 1));
+    // Allowed again, it takes as long as the first time.
+    pool.released(Event::PolicyChanged(policy(Order::Headway, 0.25)));
+    pool.wait(20);
+    assert_eq!(pool.scheduler.view().mode, Mode::Normal);
+}
+
+#[test]
+fn the_longest_context_bounds_prompts_as_soon_as_it_is_known() {
+    let mut pool = Pool::new(policy(Order::Uniboost, 0.0), 1);
+    let with = |context| BackendState { context_tokens: Some(context), ..slots(1) };
+    pool.backend(0, with(100));
+    let short = pool.scheduler.view();
+    pool.backend(1, with(200));
+    let long = pool.scheduler.view();
+    assert!((short.longest_work - 100.0 * short.speed.prompt).abs() < 1e-9, "{}", short.longest_work);
+    assert!((long.longest_work - 200.0 * long.speed.prompt).abs() < 1e-9, "{}", long.longest_work);
+}

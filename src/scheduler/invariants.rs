@@ -123,3 +123,62 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{backend, pool, request};
+    use super::super::{Event, Standing, Time};
+    use super::*;
+
+    /// Two backends of one slot, one request on each and one that waits.
+    fn sound() -> (Scheduler, Vec<Action>) {
+        let (mut scheduler, mut actions) = (pool(1), Vec::new());
+        backend(&mut scheduler, 1, 1, Standing::Healthy);
+        for id in 1..=3 {
+            scheduler.handle(Time::from_micros(1), Event::Arrived(request(id, 1)), &mut actions);
+        }
+        assert_eq!(all(&scheduler, &actions), Ok(()));
+        (scheduler, actions)
+    }
+
+    fn broken(change: impl FnOnce(&mut Scheduler)) -> Violation {
+        let (mut scheduler, actions) = sound();
+        change(&mut scheduler);
+        all(&scheduler, &actions).unwrap_err()
+    }
+
+    /// Predicates that cannot fail would check nothing.
+    #[test]
+    fn whatever_is_broken_is_found() {
+        assert_eq!(broken(|scheduler| scheduler.counters.arrived += 1), Violation::Conservation { arrived: 4, accounted: 3 });
+        assert_eq!(broken(|scheduler| scheduler.counters.cancelled += 1), Violation::Conservation { arrived: 3, accounted: 4 });
+        let beyond = broken(|scheduler| scheduler.backends[1].in_flight += 1);
+        assert_eq!(beyond, Violation::Window { backend: BackendId(1), window: 1, in_flight: 2 });
+        let idles = broken(|scheduler| scheduler.backends[0].in_flight -= 1);
+        assert!(matches!(idles, Violation::IdleSlot { .. }), "{idles:?}");
+        type Change = fn(&mut Scheduler);
+        let changes: [(&str, Change); 7] = [
+            ("queued work", |scheduler| scheduler.backends.iter_mut().for_each(|backend| backend.queued.add(1, 1))),
+            ("running work", |scheduler| scheduler.backends[0].running.add(0, 1)),
+            ("resident tokens", |scheduler| {
+                let resident = scheduler.table.iter().find(|entry| matches!(entry.stage, Stage::Running { .. })).unwrap().resident();
+                scheduler.backends[0].resident.add(resident);
+            }),
+            ("queues", |scheduler| {
+                let waits = scheduler.backends.iter_mut().find(|backend| !backend.queue.is_empty()).unwrap();
+                waits.queue.rekey(Default::default());
+            }),
+            ("what waits", |scheduler| scheduler.waiting_bytes += 1),
+            ("what waits", |scheduler| scheduler.waiting_work = WaitingWork::default()),
+            ("slots", |scheduler| {
+                // Beyond its window, but nothing was released to it by the last event.
+                scheduler.backends[0].in_flight += 1;
+            }),
+        ];
+        for (what, change) in changes {
+            let (mut scheduler, _) = sound();
+            change(&mut scheduler);
+            assert_eq!(sums(&scheduler), Err(Violation::Sums { what }));
+        }
+    }
+}

@@ -204,19 +204,19 @@ mod tests {
         .unwrap()
     }
 
-    fn pool(slots: u32) -> Scheduler {
+    pub(super) fn pool(slots: u32) -> Scheduler {
         let limits = Limits { queue_requests: 10, queue_bytes: 1000, max_output: 1024 };
         let mut pool = Scheduler::new(policy(Order::Fcfs), limits, 1);
         backend(&mut pool, 0, slots, Standing::Healthy);
         pool
     }
 
-    fn backend(pool: &mut Scheduler, id: u32, slots: u32, standing: Standing) -> Vec<Action> {
+    pub(super) fn backend(pool: &mut Scheduler, id: u32, slots: u32, standing: Standing) -> Vec<Action> {
         let state = BackendState { standing, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None };
         at(pool, 0, Event::BackendChanged(BackendId(id), state))
     }
 
-    fn request(id: u64, arrived: u64) -> Request {
+    pub(super) fn request(id: u64, arrived: u64) -> Request {
         Request {
             id: RequestId(id),
             arrived: Time::from_micros(arrived),
@@ -269,6 +269,16 @@ mod tests {
         assert_eq!(released(&at(&mut pool, 2, Event::Arrived(request(2, 2)))), []);
         assert_eq!(released(&at(&mut pool, 3, Event::Finished(RequestId(1), Ending::Uncounted))), [(2, 0)]);
         assert_eq!(released(&at(&mut pool, 4, Event::Finished(RequestId(1), Ending::Uncounted))), []);
+    }
+
+    /// The owner task asks before each event, to move what takes long to another thread.
+    #[test]
+    fn chores_are_due_every_second() {
+        let mut pool = pool(1);
+        let due = |pool: &Scheduler| [999_999, 1_000_000].map(|micros| pool.chores_due(Time::from_micros(micros)));
+        assert_eq!(due(&pool), [false, true], "the backend joined at the start");
+        at(&mut pool, 1_000_000, Event::Tick);
+        assert_eq!(due(&pool), [false, false]);
     }
 
     #[test]
