@@ -5,6 +5,7 @@
 use std::path::Path;
 
 use headway::config::{Device, RankerSettings};
+use headway::ranker::encoder::Encoder;
 use headway::ranker::model::{Config, Model};
 use headway::ranker::tokenizer::Pieces;
 use headway::ranker::{Opinion, PromptText, Ranker};
@@ -27,7 +28,7 @@ fn references() -> Vec<Reference> {
 
 fn ranker() -> Ranker {
     let deadline = Some(std::time::Duration::from_secs(3600));
-    Ranker::start(RankerSettings { weights: SHIPPED.into(), device: Device::Cpu, deadline, threads: 1 }).unwrap()
+    Ranker::start(RankerSettings { weights: SHIPPED.into(), device: Device::Cpu, deadline, threads: 1, shadow: None }).unwrap()
 }
 
 async fn score(ranker: &Ranker, user: &str) -> f32 {
@@ -37,20 +38,45 @@ async fn score(ranker: &Ranker, user: &str) -> f32 {
     }
 }
 
-#[test]
-fn the_encoder_computes_what_pytorch_computes() {
+/// The shipped weights as they serve on a CPU, and in candle.
+fn encoders() -> (Encoder, Model) {
     let config = Config::from_json(&std::fs::read(Path::new(SHIPPED).join("config.json")).unwrap()).unwrap();
     let tensors = candle_core::safetensors::load(Path::new(SHIPPED).join("model.safetensors"), &candle_core::Device::Cpu).unwrap();
-    let vb = candle_nn::VarBuilder::from_tensors(tensors, candle_core::DType::F32, &candle_core::Device::Cpu);
-    let model = Model::new(&config, vb).unwrap();
+    let encoder = Encoder::new(&config, |name, shape| {
+        assert_eq!(tensors[name].dims(), shape, "{name}");
+        Ok(tensors[name].to_dtype(candle_core::DType::F32).unwrap().flatten_all().unwrap().to_vec1().unwrap())
+    });
+    let vb = candle_nn::VarBuilder::from_tensors(tensors.clone(), candle_core::DType::F32, &candle_core::Device::Cpu);
+    (encoder.unwrap(), Model::new(&config, vb).unwrap())
+}
+
+#[test]
+fn both_encoders_compute_what_pytorch_computes() {
+    let (encoder, model) = encoders();
     let references = references();
     assert_eq!(references.len(), 50);
     for batch in references.chunks(16) {
         let pieces: Vec<Pieces> = batch.iter().map(|reference| Pieces::of_ids(reference.pieces.clone())).collect();
-        let scores: Vec<f32> = model.forward(&pieces).unwrap().to_vec1().unwrap();
-        for (reference, score) in batch.iter().zip(scores) {
-            assert!((reference.score - score).abs() < 1e-4, "{:?}: {score}, not {}", reference.prompt, reference.score);
+        for scores in [encoder.scores(&pieces).unwrap(), model.forward(&pieces).unwrap().to_vec1().unwrap()] {
+            for (reference, score) in batch.iter().zip(scores) {
+                assert!((reference.score - score).abs() < 1e-4, "{:?}: {score}, not {}", reference.prompt, reference.score);
+            }
         }
+    }
+}
+
+#[test]
+fn prompts_of_every_length_score_the_same_in_both_encoders_alone_and_in_a_batch() {
+    let (encoder, model) = encoders();
+    let prompts: Vec<Pieces> =
+        (1..=128).map(|length| Pieces::of_ids((0..length).map(|at| 1996 + (at * 37 + length * 101) % 20_000).collect())).collect();
+    let together = encoder.scores(&prompts).unwrap();
+    for (pieces, together) in prompts.iter().zip(together) {
+        let alone = encoder.scores(std::slice::from_ref(pieces)).unwrap()[0];
+        let expected = model.forward(std::slice::from_ref(pieces)).unwrap().to_vec1::<f32>().unwrap()[0];
+        let length = pieces.len();
+        assert!((alone - expected).abs() < 1e-4, "{length} pieces: {alone}, not {expected}");
+        assert!((alone - together).abs() < 1e-5, "{length} pieces: {alone} alone, {together} in a batch");
     }
 }
 

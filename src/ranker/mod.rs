@@ -3,12 +3,15 @@
 //! A [`Ranker`] is a handle. Behind it a few threads own the model; a request hands its text over, waits until its deadline and then goes on without
 //! an opinion. Nothing here can fail a request.
 //!
-//! `batcher` who is scored when · `weights` a model directory, verified · `tokenizer` text to pieces · `model` the encoder
-//! · `shadow` a second ranker, compared and not obeyed.
+//! `batcher` who is scored when · `weights` a model directory, verified · `tokenizer` text to pieces · `model` the encoder on any device · `encoder` the
+//! same on a CPU, fast, of `product` and `loops` · `shadow` a second ranker, compared and not obeyed.
 
 mod batcher;
 mod cache;
+pub mod encoder;
+pub(crate) mod loops;
 pub mod model;
+pub(crate) mod product;
 mod shadow;
 pub mod tokenizer;
 pub mod weights;

@@ -1,7 +1,7 @@
 //! The encoder: any BERT, its [CLS] vector to one number. The structs are the checkpoint's tensor names, read from left to right.
 //!
 //! Made of operations that have a gradient: candle's own layer norm and fused softmax have none and cut the graph without a word. This is the reference
-//! for every other path, and what training runs.
+//! for every other path, and what serves and trains on a GPU.
 
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::{Embedding, Linear, Module, VarBuilder};

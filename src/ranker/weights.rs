@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::PromptText;
 use super::batcher;
+use super::encoder::Encoder;
 use super::model::{Config, ENCODER, HEAD, Model};
 use super::tokenizer::{Pieces, Tokenizer, Truncation};
 use crate::config::Device;
@@ -133,10 +134,15 @@ pub struct Calibration {
 /// A verified directory, ready to score.
 pub(crate) struct Package {
     tokenizer: Tokenizer,
-    model: Model,
+    engine: Engine,
     card: Card,
     version: RankerVersion,
-    device: candle_core::Device,
+}
+
+/// Who computes.
+enum Engine {
+    Cpu(Box<Encoder>),
+    Gpu(Box<Model>),
 }
 
 impl Package {
@@ -169,9 +175,13 @@ impl Package {
         }
         let device = open(device)?;
         let tensors = tensors(&weights)?;
-        let vb = VarBuilder::from_tensors(tensors, DType::F32, &device);
-        let model = Model::new(&config, vb).map_err(|error| RankerError::Weights(error.to_string()))?;
-        let package = Package { tokenizer, model, version: card.version(), card, device };
+        let engine = if device.is_cpu() {
+            Engine::Cpu(Box::new(encoder(&tensors, &config)?))
+        } else {
+            let vb = VarBuilder::from_tensors(tensors, DType::F32, &device);
+            Engine::Gpu(Box::new(Model::new(&config, vb).map_err(|error| RankerError::Weights(error.to_string()))?))
+        };
+        let package = Package { tokenizer, engine, version: card.version(), card };
         package.verify_golden()?;
         Ok(package)
     }
@@ -188,7 +198,10 @@ impl Package {
     }
 
     pub(crate) fn score(&self, batch: &[Pieces]) -> Result<Vec<f32>, RankerError> {
-        self.model.forward(batch).and_then(|scores| scores.to_vec1()).map_err(|error| RankerError::Compute(error.to_string()))
+        match &self.engine {
+            Engine::Cpu(encoder) => encoder.scores(batch),
+            Engine::Gpu(model) => model.forward(batch).and_then(|scores| scores.to_vec1()).map_err(|error| RankerError::Compute(error.to_string())),
+        }
     }
 
     pub(crate) fn tokenizer(&self) -> &Tokenizer {
@@ -204,7 +217,7 @@ impl Package {
     }
 
     pub(crate) fn on_gpu(&self) -> bool {
-        !self.device.is_cpu()
+        matches!(self.engine, Engine::Gpu(_))
     }
 }
 
@@ -216,6 +229,17 @@ impl batcher::Model for Package {
     fn scores(&self, batch: &[Pieces]) -> Result<Vec<f32>, RankerError> {
         self.score(batch)
     }
+}
+
+/// The encoder of these tensors, which are in f32 on the CPU.
+pub(crate) fn encoder(tensors: &HashMap<String, Tensor>, config: &Config) -> Result<Encoder, RankerError> {
+    Encoder::new(config, |name, shape| {
+        let tensor = tensors.get(name).ok_or_else(|| RankerError::Weights(format!("there is no tensor {name}")))?;
+        if tensor.dims() != shape {
+            return Err(RankerError::Weights(format!("{name} has the shape {:?}, not {shape:?}", tensor.dims())));
+        }
+        tensor.flatten_all().and_then(|flat| flat.to_vec1()).map_err(|error| RankerError::Weights(error.to_string()))
+    })
 }
 
 /// The reference model of these weights on the CPU.
@@ -289,11 +313,16 @@ pub(crate) mod tests {
         model_type: String::new(),
     };
 
-    /// Tensors of the tiny shape: arbitrary, reproducible, different for every seed.
+    /// Tensors of the tiny shape.
     pub(crate) fn tiny_tensors(seed: u32) -> HashMap<String, Tensor> {
+        arbitrary_tensors(&TINY, seed)
+    }
+
+    /// Tensors of this shape: arbitrary, reproducible, different for every seed.
+    pub(crate) fn arbitrary_tensors(config: &Config, seed: u32) -> HashMap<String, Tensor> {
         let map = candle_nn::VarMap::new();
         let vb = VarBuilder::from_varmap(&map, DType::F32, &candle_core::Device::Cpu);
-        Model::new(&TINY, vb).unwrap();
+        Model::new(config, vb).unwrap();
         let mut state = seed.wrapping_mul(2_654_435_761) | 1;
         let mut names: Vec<String> = map.data().lock().unwrap().keys().cloned().collect();
         names.sort();

@@ -1,12 +1,13 @@
 //! The encoder's forward and backward pass on a CPU, as training needs them.
 //!
-//! Prompts lie packed one after another, so nothing is padded; a layer keeps what its backward pass needs and no more. The matrix products are `gemm`'s,
-//! everything else is a few loops that the compiler vectorises. About the arithmetic, the [`Model`](crate::ranker::model::Model) is the authority: a test
-//! compares scores and all gradients with it.
+//! Prompts lie packed one after another, so nothing is padded; a layer keeps what its backward pass needs and no more. About the arithmetic, the
+//! [`Model`](crate::ranker::model::Model) is the authority: a test compares scores and all gradients with it.
 
 use std::ops::Range;
 
+use crate::ranker::loops::{add, dot, gelu, normalise, scale_and_shift, softmax, sum};
 use crate::ranker::model::{Config, ENCODER, HEAD};
+use crate::ranker::product::{Matrix, product};
 use crate::ranker::tokenizer::Pieces;
 
 /// Where every tensor lies among the parameters, which are one slice.
@@ -146,8 +147,8 @@ impl Encoder {
         self.head.bias + 1
     }
 
-    /// Scores of a batch and what [`Encoder::backward`] needs; with `keep` false only the scores.
-    pub fn forward(&self, parameters: &[f32], batch: &[Pieces], keep: bool) -> Tape {
+    /// Scores of a batch and what [`Encoder::backward`] needs.
+    pub fn forward(&self, parameters: &[f32], batch: &[Pieces]) -> Tape {
         let lengths: Vec<usize> = batch.iter().map(Pieces::len).collect();
         let mut x = self.embed(parameters, batch);
         let mut layers = Vec::new();
@@ -156,9 +157,7 @@ impl Encoder {
             let of = (index + 1 == self.layers.len()).then(|| gather(&x, &lengths, self.hidden));
             let (y, kept) = self.forward_layer(layer, parameters, x, of, &lengths);
             x = y;
-            if keep {
-                layers.push(kept);
-            }
+            layers.push(kept);
         }
         let scores = self.head.forward(parameters, &x);
         Tape { lengths, layers, first: x, scores }
@@ -195,7 +194,14 @@ impl Encoder {
         add(&mut mixed, rows);
         let mix_norm = layer.mix_norm.forward(parameters, &mut mixed, self.epsilon);
         let mut active = layer.up.forward(parameters, &mixed);
-        let slope = gelu(&mut active);
+        let slope = active
+            .iter_mut()
+            .map(|x| {
+                let (y, slope) = gelu(*x);
+                *x = y;
+                slope
+            })
+            .collect();
         let mut y = layer.down.forward(parameters, &active);
         add(&mut y, &mixed);
         let norm = layer.norm.forward(parameters, &mut y, self.epsilon);
@@ -250,8 +256,8 @@ impl Encoder {
             let (rows, tokens, size) = (part.rows, part.tokens, size);
             let weights = &mut attention[part.weights.clone()];
             let (row, token) = (Matrix::rows(self.hidden), Matrix::rows(self.hidden));
-            product(weights, Matrix::rows(tokens), [rows, size, tokens], &query[part.row..], row, &key[part.token..], token.turned(), scale, false);
-            weights.chunks_exact_mut(tokens).for_each(softmax);
+            product(weights, Matrix::rows(tokens), [rows, size, tokens], &query[part.row..], row, &key[part.token..], token.turned(), 1.0, false);
+            weights.chunks_exact_mut(tokens).for_each(|row| softmax(row, scale));
             product(&mut context[part.row..], row, [rows, tokens, size], weights, Matrix::rows(tokens), &value[part.token..], token, 1.0, false);
         }
         (attention, context)
@@ -365,15 +371,9 @@ impl Norm {
         let (weight, bias) = (&parameters[self.weight..][..self.size], &parameters[self.bias..][..self.size]);
         let mut normed = Normed { x: Vec::with_capacity(x.len()), inverse: Vec::with_capacity(x.len() / self.size) };
         for row in x.chunks_exact_mut(self.size) {
-            let mean = sum(row) / self.size as f32;
-            row.iter_mut().for_each(|value| *value -= mean);
-            let inverse = 1.0 / (dot(row, row) / self.size as f32 + epsilon).sqrt();
-            row.iter_mut().for_each(|value| *value *= inverse);
+            normed.inverse.push(normalise(row, epsilon));
             normed.x.extend_from_slice(row);
-            normed.inverse.push(inverse);
-            for ((value, weight), bias) in row.iter_mut().zip(weight).zip(bias) {
-                *value = *value * weight + bias;
-            }
+            scale_and_shift(row, weight, bias);
         }
         normed
     }
@@ -393,63 +393,6 @@ impl Norm {
             }
         }
         dx
-    }
-}
-
-/// Distance in elements from one row and from one column to the next.
-#[derive(Clone, Copy)]
-struct Matrix {
-    row: usize,
-    column: usize,
-}
-
-impl Matrix {
-    /// Rows of which each `stride` elements begin.
-    fn rows(stride: usize) -> Matrix {
-        Matrix { row: stride, column: 1 }
-    }
-
-    fn turned(self) -> Matrix {
-        Matrix { row: self.column, column: self.row }
-    }
-
-    /// Elements that a slice must have to hold this many rows and columns.
-    fn span(self, rows: usize, columns: usize) -> usize {
-        (rows - 1) * self.row + (columns - 1) * self.column + 1
-    }
-}
-
-/// `c` = `scale` a b, or with `add` c + `scale` a b, for shapes [m, k, n]. None of the three is zero: no prompt is without a piece.
-#[expect(clippy::too_many_arguments, reason = "three matrices in the two orders that they may have")]
-fn product(c: &mut [f32], c_as: Matrix, [m, k, n]: [usize; 3], a: &[f32], a_as: Matrix, b: &[f32], b_as: Matrix, scale: f32, add: bool) {
-    if m * k * n == 0 {
-        return;
-    }
-    assert!(c.len() >= c_as.span(m, n) && a.len() >= a_as.span(m, k) && b.len() >= b_as.span(k, n), "a matrix is shorter than its shape");
-    let [c_as, a_as, b_as] = [c_as, a_as, b_as].map(|matrix| (matrix.column as isize, matrix.row as isize));
-    // SAFETY: every element that the shapes and strides reach lies within the slices, as asserted, and `c` overlaps neither of the others.
-    unsafe {
-        gemm::gemm(
-            m,
-            n,
-            k,
-            c.as_mut_ptr(),
-            c_as.0,
-            c_as.1,
-            add,
-            a.as_ptr(),
-            a_as.0,
-            a_as.1,
-            b.as_ptr(),
-            b_as.0,
-            b_as.1,
-            1.0,
-            scale,
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
     }
 }
 
@@ -473,62 +416,4 @@ fn scatter(rows: &[f32], lengths: &[usize], size: usize) -> Vec<f32> {
         at += length;
     }
     x
-}
-
-fn add(to: &mut [f32], from: &[f32]) {
-    to.iter_mut().zip(from).for_each(|(to, from)| *to += from);
-}
-
-/// Partial sums side by side: a sum in one chain could not be vectorised.
-const LANES: usize = 16;
-
-fn sum(x: &[f32]) -> f32 {
-    let (chunks, rest) = x.as_chunks::<LANES>();
-    let mut lanes = [0.0; LANES];
-    chunks.iter().for_each(|chunk| lanes.iter_mut().zip(chunk).for_each(|(lane, value)| *lane += value));
-    lanes.iter().sum::<f32>() + rest.iter().sum::<f32>()
-}
-
-fn dot(x: &[f32], y: &[f32]) -> f32 {
-    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
-    let (y_chunks, y_rest) = y.as_chunks::<LANES>();
-    let mut lanes = [0.0; LANES];
-    for (x, y) in x_chunks.iter().zip(y_chunks) {
-        lanes.iter_mut().zip(x).zip(y).for_each(|((lane, x), y)| *lane += x * y);
-    }
-    lanes.iter().sum::<f32>() + x_rest.iter().zip(y_rest).map(|(x, y)| x * y).sum::<f32>()
-}
-
-fn softmax(row: &mut [f32]) {
-    let most = row.iter().copied().fold(f32::MIN, f32::max);
-    row.iter_mut().for_each(|value| *value = exp(*value - most));
-    let inverse = 1.0 / sum(row);
-    row.iter_mut().for_each(|value| *value *= inverse);
-}
-
-/// GELU with the error function, in place; returns the derivative.
-fn gelu(x: &mut [f32]) -> Vec<f32> {
-    let mut slopes = vec![0.0; x.len()];
-    for (x, slope) in x.iter_mut().zip(&mut slopes) {
-        let bell = exp(-0.5 * *x * *x);
-        // Abramowitz and Stegun, 7.1.26: the normal distribution's tail within 1e-7.
-        let t = 1.0 / (1.0 + 0.327_591_1 * std::f32::consts::FRAC_1_SQRT_2 * x.abs());
-        let tail = 0.5 * bell * t * (0.254_829_6 + t * (-0.284_496_74 + t * (1.421_413_7 + t * (-1.453_152 + t * 1.061_405_4))));
-        let share = if *x > 0.0 { 1.0 - tail } else { tail };
-        *slope = share + *x * bell * 0.398_942_3;
-        *x *= share;
-    }
-    slopes
-}
-
-/// e to the x within 2e-7 of its value, zero below -87; without a call or a branch, so that loops over it vectorise.
-fn exp(x: f32) -> f32 {
-    let x = x.clamp(-87.0, 88.0);
-    // Adding 1.5 * 2^23 rounds to a whole number, which then stands in the lowest bits.
-    let shifted = x * std::f32::consts::LOG2_E + 12_582_912.0;
-    let whole = shifted - 12_582_912.0;
-    let rest = x - whole * 0.693_359_4;
-    let rest = rest + whole * 2.121_944_4e-4;
-    let power = 1.0 + rest * (1.0 + rest * (0.5 + rest * (0.166_666_57 + rest * (0.041_665_8 + rest * (0.008_363_2 + rest * 0.001_381_4)))));
-    f32::from_bits((shifted.to_bits() << 23).wrapping_add(1.0f32.to_bits())) * power
 }

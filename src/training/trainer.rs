@@ -12,6 +12,7 @@ use super::encoder::{Encoder, Span, Tape};
 use super::loss::{Loss, Target};
 use crate::ranker::model::{Activation, Config, HEAD, Model};
 use crate::ranker::tokenizer::Pieces;
+use crate::ranker::weights;
 
 /// What can be chosen about a training.
 #[derive(Clone, Debug, serde::Serialize)]
@@ -85,6 +86,7 @@ enum Passes {
 
 /// A model that can be trained: parameters in one slice.
 pub struct Trainee {
+    config: Config,
     encoder: Encoder,
     passes: Passes,
     parameters: Vec<f32>,
@@ -112,7 +114,7 @@ impl Trainee {
         }
         let passes =
             if device.is_cpu() && config.hidden_act == Activation::Gelu { Passes::Cpu } else { candle(config, &encoder, &parameters, device)? };
-        Ok(Trainee { encoder, passes, parameters })
+        Ok(Trainee { config: config.clone(), encoder, passes, parameters })
     }
 
     /// The tensors as they are now.
@@ -122,14 +124,19 @@ impl Trainee {
 
     /// Scores in the order of `samples`.
     pub fn scores(&self, samples: &[Sample]) -> Result<Vec<f64>> {
+        let forward: Box<dyn Fn(&[Pieces]) -> Result<Vec<f32>> + Sync> = match &self.passes {
+            Passes::Cpu => {
+                // As it will serve.
+                let encoder = weights::encoder(&self.tensors()?.into_iter().collect(), &self.config).map_err(candle_core::Error::wrap)?;
+                Box::new(move |batch| encoder.scores(batch).map_err(candle_core::Error::wrap))
+            }
+            Passes::Candle { model, .. } => Box::new(|batch| model.forward(batch)?.to_vec1()),
+        };
         let mut order: Vec<usize> = (0..samples.len()).collect();
         order.sort_by_key(|index| samples[*index].pieces.len());
         let score = |indices: &[usize]| -> Result<Vec<f32>> {
             let batch: Vec<Pieces> = indices.iter().map(|index| samples[*index].pieces.clone()).collect();
-            match &self.passes {
-                Passes::Cpu => Ok(self.encoder.forward(&self.parameters, &batch, false).scores),
-                Passes::Candle { model, .. } => model.forward(&batch)?.to_vec1(),
-            }
+            forward(&batch)
         };
         let mut scores = vec![0.0; samples.len()];
         for (indices, found) in order.par_chunks(SHARD).map(|indices| (indices, score(indices))).collect::<Vec<_>>() {
@@ -145,7 +152,7 @@ impl Trainee {
         gradients.par_iter_mut().for_each(|gradient| gradient.fill(0.0));
         match &self.passes {
             Passes::Cpu => {
-                let tapes: Vec<Tape> = batch.par_chunks(SHARD).map(|shard| self.encoder.forward(&self.parameters, shard, true)).collect();
+                let tapes: Vec<Tape> = batch.par_chunks(SHARD).map(|shard| self.encoder.forward(&self.parameters, shard)).collect();
                 let scores: Vec<f32> = tapes.iter().flat_map(|tape| tape.scores.iter().copied()).collect();
                 let Some((loss, slopes)) = of(&scores) else { return Ok(None) };
                 gradients
@@ -485,7 +492,7 @@ mod tests {
         tensors.extend(third);
         let fast = Trainee::new(&config, tensors.clone(), &Device::Cpu, 1).unwrap();
         let slow = candle(&config, &fast.encoder, &fast.parameters, &Device::Cpu).unwrap();
-        let slow = Trainee { encoder: Encoder::new(&config), passes: slow, parameters: fast.parameters.clone() };
+        let slow = Trainee { config: config.clone(), encoder: Encoder::new(&config), passes: slow, parameters: fast.parameters.clone() };
         // Two shards and a bit, of different lengths.
         let samples = &samples()[..37];
         let batch: Vec<Pieces> = samples.iter().map(|sample| sample.pieces.clone()).collect();
@@ -520,7 +527,7 @@ mod tests {
             let index = trainee.encoder.tensors().iter().find(|span| span.name == name).unwrap().at.start + 3;
             let mut at = |by: f32| {
                 trainee.parameters[index] += by;
-                let sum: f32 = trainee.encoder.forward(&trainee.parameters, &batch, false).scores.iter().sum();
+                let sum: f32 = trainee.encoder.forward(&trainee.parameters, &batch).scores.iter().sum();
                 trainee.parameters[index] -= by;
                 sum
             };
