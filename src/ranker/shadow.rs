@@ -24,13 +24,16 @@ pub struct Shadow {
     seen: Mutex<Seen>,
 }
 
+/// What the ranker that serves and its shadow said of a prompt, and how long the answer was.
+type Row = (Score, Score, Tokens);
+
 /// Answers whose prompts both rankers have scored.
 #[derive(Default)]
 struct Seen {
     /// Of the ranker that serves and of the shadow. Scores of others are not comparable, so a change of either begins anew.
     versions: Option<(RankerVersion, RankerVersion)>,
     /// By pool and model, oldest first.
-    answers: BTreeMap<(String, String), VecDeque<(Score, Score, Tokens)>>,
+    answers: BTreeMap<(String, String), VecDeque<Row>>,
 }
 
 /// A prompt that the shadow has been asked about. Dropped without a word, it is not compared.
@@ -128,8 +131,7 @@ impl Shadow {
         let seen = self.seen.lock().unwrap_or_else(PoisonError::into_inner);
         let each = seen.answers.iter();
         each.map(|((pool, model), answers)| {
-            let tau =
-                |score: fn(&(Score, Score, Tokens)) -> Score| tau_b(&mut answers.iter().map(|answer| (score(answer), answer.2)).collect::<Vec<_>>());
+            let tau = |score: fn(&Row) -> Score| tau_b(&mut answers.iter().map(|answer| (score(answer), answer.2)).collect::<Vec<_>>());
             Compared {
                 pool: pool.clone(),
                 model: model.clone(),
