@@ -1,5 +1,7 @@
 //! Headers that end here, in both directions.
 
+use std::time::Duration;
+
 use http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
@@ -11,6 +13,8 @@ use crate::tenancy::API_KEYS;
 
 /// Names a request end to end.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+/// How long, in seconds, its client waits for a request as a whole.
+pub const REQUEST_TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
 /// Makes llama.cpp go on with a request whose client has left.
 pub const CONVERSATION_ID: HeaderName = HeaderName::from_static("x-conversation-id");
 
@@ -65,6 +69,29 @@ pub fn strip_request(headers: &mut HeaderMap, is_read: bool) {
 pub fn strip_response(headers: &mut HeaderMap) {
     strip_hop(headers);
     headers.remove(PROXY_AUTHENTICATE);
+}
+
+/// How long the client waits for its request as a whole, where it says so.
+///
+/// # Errors
+/// The header says no number of seconds that is a time.
+pub fn request_timeout(headers: &HeaderMap) -> Result<Option<Duration>, BadHeader> {
+    let Some(value) = headers.get(REQUEST_TIMEOUT) else { return Ok(None) };
+    let seconds = value.to_str().ok().and_then(|text| text.trim().parse::<f64>().ok()).filter(|seconds| *seconds > 0.0);
+    match seconds.map(Duration::try_from_secs_f64) {
+        Some(Ok(timeout)) => Ok(Some(timeout)),
+        // Longer than can be told is no limit.
+        Some(Err(_)) => Ok(None),
+        None => Err(BadHeader { name: REQUEST_TIMEOUT, expected: "a number of seconds above zero, such as 30 or 2.5" }),
+    }
+}
+
+/// A header that cannot be read. Its text is for the client.
+#[derive(Debug, thiserror::Error)]
+#[error("the header `{name}` must be {expected}")]
+pub struct BadHeader {
+    name: HeaderName,
+    expected: &'static str,
 }
 
 /// The client's own id if it has a plain one, otherwise a new one. New ones are all equally long, since SGLang aborts by prefix.
@@ -127,6 +154,18 @@ mod tests {
             map(&[("connection", "x-mine"), ("x-mine", "1"), ("transfer-encoding", "chunked"), ("content-length", "5"), ("retry-after", "1")]);
         strip_response(&mut headers);
         assert_eq!(names(&headers), ["content-length", "retry-after"]);
+    }
+
+    #[test]
+    fn a_timeout_is_a_number_of_seconds() {
+        let timeout = |value| request_timeout(&map(&[("x-request-timeout", value)]));
+        assert_eq!(request_timeout(&map(&[])).unwrap(), None);
+        for (value, expected) in [("30", Some(30.0)), (" 2.5 ", Some(2.5)), ("1e300", None), ("inf", None)] {
+            assert_eq!(timeout(value).unwrap(), expected.map(Duration::from_secs_f64), "{value}");
+        }
+        for wrong in ["", "0", "-1", "soon", "30s", "NaN"] {
+            assert!(timeout(wrong).unwrap_err().to_string().contains("`x-request-timeout` must be a number of seconds"), "{wrong}");
+        }
     }
 
     #[test]

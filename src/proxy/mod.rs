@@ -88,7 +88,10 @@ struct Outgoing {
     score: Option<Scored>,
     /// When it was ready to wait.
     arrived: Time,
-    /// When it has taken too long as a whole.
+    /// The same by no pool's clock.
+    ready: Instant,
+    /// How long it may take as a whole, and when that is over.
+    total: Duration,
     deadline: Instant,
 }
 
@@ -177,6 +180,7 @@ impl Proxy {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
         let api = dialect(&head)?;
+        let patience = headers::request_timeout(&head.headers)?;
 
         let held = match body {
             Some(incoming) => body::read(incoming, &live.snapshot.edge, &self.bodies).await?,
@@ -196,8 +200,9 @@ impl Proxy {
         headers::strip_request(&mut head.headers, api.is_scored());
         head.headers.insert(headers::REQUEST_ID, account.request_id_header().clone());
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
-        let deadline = after(account.started(), routed.settings.timeouts.total);
-        let mut outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, deadline };
+        let total = patience.map_or(routed.settings.timeouts.total, |patience| patience.min(routed.settings.timeouts.total));
+        let deadline = after(account.started(), total);
+        let mut outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, ready, total, deadline };
         let mut ended = outgoing.run(&live.snapshot.edge, &routed, account).await;
         let model = account.model().to_owned();
         for next in live.fallbacks(&routed, &model) {
@@ -263,7 +268,7 @@ impl Outgoing {
     async fn slot(&self, routed: &Routed<'_>, excluded: &[BackendId], account: &mut Account) -> Result<Permit, Rejection> {
         account.enters(Stage::Queue);
         let asked = Instant::now();
-        let until = routed.settings.timeouts.queue.min(routed.settings.timeouts.total);
+        let until = routed.settings.timeouts.queue.min(self.deadline.saturating_duration_since(self.ready));
         let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
             arrived: self.arrived,
             model: routed.model,
@@ -294,7 +299,7 @@ impl Outgoing {
 
     /// Sends it to one backend and waits for the head of the answer, or for all of one that is read whole.
     async fn attempt(&self, edge: &Edge, routed: &Routed<'_>, target: &Target, permit: Permit, account: &mut Account) -> Result<Answered, Failure> {
-        let Timeouts { connect, first_byte, inter_chunk, total, .. } = routed.settings.timeouts;
+        let Timeouts { connect, first_byte, inter_chunk, .. } = routed.settings.timeouts;
         let waits = Waits { connect, first_byte, total: self.deadline };
         let payload = self.payload(routed, target, &permit.facts());
         let request = || {
@@ -322,7 +327,7 @@ impl Outgoing {
         if edge.headers {
             explain(&mut head.headers, routed, target, account);
         }
-        let mut upstream = Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, total) });
+        let mut upstream = Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, self.total) });
         if ending == Ending::Pushback {
             // Read whole, so that the slot is free while another backend is tried; a refusal of more than a mebibyte loses its text.
             let body = upstream.whole(MOST_READ).await;

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use super::api::{Api, BadBody};
 use super::body::BodyError;
+use super::headers::BadHeader;
 use super::upstream::UpstreamError;
 use crate::dispatcher::Rejection;
 use crate::scheduler::Reason;
@@ -26,6 +27,8 @@ pub enum Failure {
     Body(#[from] BodyError),
     #[error("{0}")]
     Refused(#[from] Refused),
+    #[error("{0}")]
+    BadHeader(#[from] BadHeader),
     #[error("the headers are larger than the limit of {limit} bytes")]
     HeadTooLarge { limit: usize },
     #[error("there is nothing at {0}")]
@@ -97,6 +100,7 @@ impl Failure {
             Failure::Refused(Refused::Rate { what: What::InputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_input_tokens"),
             Failure::Refused(Refused::Rate { what: What::OutputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_output_tokens"),
             Failure::Refused(Refused::Concurrent(_)) => (StatusCode::TOO_MANY_REQUESTS, "concurrent_requests"),
+            Failure::BadHeader(_) => (StatusCode::BAD_REQUEST, "invalid_header"),
             Failure::HeadTooLarge { .. } => (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large"),
             Failure::UnknownPath(_) => (StatusCode::NOT_FOUND, "unknown_path"),
             Failure::WrongMethod { .. } => (StatusCode::METHOD_NOT_ALLOWED, "wrong_method"),

@@ -322,3 +322,21 @@ def gateway_has_healthy(gateway, count):
 def test_endpoints_of_the_operators_are_not_on_the_clients_port(gateway):
     for path in ("/admin/pools", "/metrics"):
         assert httpx.get(gateway.url + path).status_code == 404
+
+
+def test_a_clients_own_timeout_ends_the_wait_and_the_stream(launch):
+    def endless(exchange):
+        exchange.start_stream()
+        exchange.word("one")
+        exchange.wait_left()
+
+    backend = launch.backend(endless)
+    gateway = launch.gateway(pool("sim", {"url": backend.url, "slots": 1})).healthy(1)
+    running = Call(gateway, chat(stream=True), headers={"x-request-timeout": "2"})
+    backend.exchange(0)
+    waiting = post(gateway, chat(), headers={"x-request-timeout": "0.5"})
+    assert (waiting.status_code, error(waiting)["code"]) == (504, "total_timeout")
+    assert '"code":"total_timeout"' in running.result().text.replace(" ", "")
+    wait_for(backend.exchange(0).left.is_set, "the backend is told")
+    wrong = post(gateway, chat(), headers={"x-request-timeout": "soon"})
+    assert (wrong.status_code, error(wrong)["code"]) == (400, "invalid_header")
