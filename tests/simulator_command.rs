@@ -97,5 +97,5 @@ fn shipped_scenarios_are_valid() {
         assert!(text(&output.stderr).contains("there is no policy \"no-such-policy\""), "{}: {}", path.display(), text(&output.stderr));
         found += 1;
     }
-    assert!(found >= 4);
+    assert!(found >= 7);
 }

@@ -14,8 +14,8 @@ use crate::scheduler::{Order, Target, Weight};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message} ({hint})")]
 pub struct Mistake {
-    pub(super) message: String,
-    pub(super) hint: String,
+    pub(crate) message: String,
+    pub(crate) hint: String,
 }
 
 impl Mistake {

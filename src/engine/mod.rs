@@ -3,13 +3,15 @@
 //! It works in iterations, as vLLM's scheduler does (`vllm/v1/core/sched/scheduler.py`). Each computes at most `max_batched_tokens` tokens: first for
 //! the requests that run already, one token each while they decode and a chunk of their prompt before, then for waiting ones as long as slots, tokens
 //! and KV blocks last. When blocks run out, a running request is preempted: it gives back its blocks, waits again and later recomputes its prompt and
-//! what it had produced. How long an iteration takes is a linear formula ([`Timing`]).
+//! what it had produced. How long an iteration takes is a linear formula ([`Timing`]). Orders that papers compare rank every request before each iteration and may
+//! preempt for the sake of the order ([`Order`]).
 //!
 //! [`Engine::advance`] is the whole of it: complete the iterations that are over, begin the next. [`server`] runs it in real time behind HTTP.
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
 mod blocks;
 mod profile;
+mod ranking;
 #[cfg(feature = "gateway")]
 pub mod server;
 
@@ -18,7 +20,8 @@ use std::time::Duration;
 
 use crate::scheduler::{RequestId, Time, Tokens};
 use blocks::{Blocks, Shared};
-pub use profile::{BLOCK_TOKENS, Order, Profile, Timing};
+pub use profile::{BLOCK_TOKENS, Boosting, Order, Profile, Step, Timing};
+use ranking::Ranking;
 
 /// What an engine is asked to do.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -112,7 +115,10 @@ struct Request {
     private: u32,
     shared: Vec<Shared>,
     hashes: Vec<u64>,
+    /// What the order goes by. Under a ranking it is brought up to date before each iteration for those that run.
     priority: i64,
+    /// Value of `known` when it was last admitted.
+    since: Tokens,
     sequence: u64,
     arrived: Time,
     preempted: bool,
@@ -172,6 +178,8 @@ pub struct Engine {
     vacant: Vec<u32>,
     places: BTreeMap<RequestId, u32>,
     waiting: BTreeSet<WaitingKey>,
+    /// For orders that rank every request before each iteration.
+    ranking: Option<Ranking>,
     /// In order of admission.
     running: Vec<u32>,
     blocks: Blocks,
@@ -184,6 +192,7 @@ impl Engine {
     /// An idle engine.
     pub fn new(profile: Profile) -> Self {
         Engine {
+            ranking: Ranking::new(&profile),
             profile,
             requests: Vec::new(),
             vacant: Vec::new(),
@@ -251,7 +260,7 @@ impl Engine {
         }
         let mut hashes = if self.profile.prefix_cache { work.prefix_hashes } else { Vec::new() };
         hashes.truncate((work.prompt_tokens / BLOCK_TOKENS) as usize);
-        let request = Request {
+        let mut request = Request {
             id,
             computed: 0,
             known: work.prompt_tokens,
@@ -263,10 +272,14 @@ impl Engine {
             shared: Vec::with_capacity(hashes.len()),
             hashes,
             priority: if self.profile.order == Order::Priority { work.priority } else { 0 },
+            since: work.prompt_tokens,
             sequence: self.arrivals,
             arrived: now,
             preempted: false,
         };
+        if let Some(ranking) = &self.ranking {
+            request.priority = ranking.key(&request);
+        }
         self.arrivals += 1;
         let place = match self.vacant.pop() {
             Some(place) => {
@@ -339,6 +352,9 @@ impl Engine {
             }
             if done {
                 events.push(Event { at: now, id: request.id, what: What::Finished });
+                if let Some(ranking) = &mut self.ranking {
+                    ranking.finished(now, request);
+                }
                 self.counters.finished += 1;
                 self.leave(place);
             } else {
@@ -353,9 +369,16 @@ impl Engine {
     fn begin(&mut self, now: Time, events: &mut Vec<Event>) {
         let mut budget = self.profile.max_batched_tokens;
         let mut batch = Batch::default();
-        let preempted = self.continue_running(now, &mut budget, &mut batch, events);
-        if !preempted {
-            self.admit_waiting(now, &mut budget, &mut batch, events);
+        if self.profile.order == Order::PrefillFirst {
+            self.admit_waiting(true, now, &mut budget, &mut batch, events);
+        } else if self.ranking.is_some() {
+            self.rank(now, events);
+        }
+        if batch.sequences == 0 {
+            let preempted = self.continue_running(now, &mut budget, &mut batch, events);
+            if !preempted && self.profile.order != Order::PrefillFirst {
+                self.admit_waiting(false, now, &mut budget, &mut batch, events);
+            }
         }
         self.current = (batch.sequences > 0).then(|| Iteration {
             began: now,
@@ -405,7 +428,8 @@ impl Engine {
         preempted
     }
 
-    fn admit_waiting(&mut self, now: Time, budget: &mut Tokens, batch: &mut Batch, events: &mut Vec<Event>) {
+    /// `whole`: prompts go in one piece, the first of an iteration whatever its length.
+    fn admit_waiting(&mut self, whole: bool, now: Time, budget: &mut Tokens, batch: &mut Batch, events: &mut Vec<Event>) {
         while *budget > 0 && self.running.len() < self.profile.max_num_seqs as usize {
             let Some(&key) = self.waiting.first() else { return };
             let place = key.2;
@@ -417,7 +441,13 @@ impl Engine {
             let usable = ((request.known - 1) / BLOCK_TOKENS).min(request.hashes.len() as u32);
             let (hits, idle) = self.blocks.lookup(&request.hashes[..usable as usize]);
             let cached = hits * BLOCK_TOKENS;
-            let take = (request.known - cached).min(*budget);
+            let mut take = (request.known - cached).min(*budget);
+            if whole && cached + take < request.known {
+                if batch.sequences > 0 {
+                    return;
+                }
+                take = request.known - cached;
+            }
             let fresh = (cached + take).div_ceil(BLOCK_TOKENS) - hits;
             if fresh + idle > self.blocks.available() {
                 return;
@@ -429,6 +459,7 @@ impl Engine {
             request.room = cached;
             request.computed = cached;
             request.taken = take;
+            request.since = request.known;
             if !request.preempted {
                 self.counters.prefix_queries += u64::from(request.known);
                 self.counters.prefix_hits += u64::from(cached);
@@ -436,7 +467,7 @@ impl Engine {
             events.push(Event { at: now, id: request.id, what: What::Admitted { cached } });
             let grown = self.grow(place, cached + take);
             debug_assert!(grown, "availability was checked");
-            *budget -= take;
+            *budget = budget.saturating_sub(take);
             batch.add(&self.requests[place as usize]);
             self.running.push(place);
         }
@@ -465,8 +496,8 @@ impl Engine {
     fn victim(&self) -> usize {
         let last = self.running.len() - 1;
         match self.profile.order {
-            Order::Fcfs => last,
-            Order::Priority => {
+            Order::Fcfs | Order::PrefillFirst => last,
+            _ => {
                 let rank = |&at: &usize| {
                     let request = &self.requests[self.running[at] as usize];
                     (request.priority, request.sequence)

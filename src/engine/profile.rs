@@ -7,14 +7,48 @@ use crate::scheduler::Tokens;
 /// Tokens in one block of KV cache (vLLM's default).
 pub const BLOCK_TOKENS: Tokens = 16;
 
-/// In what order waiting requests are admitted, and who is preempted first when KV blocks run out.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// In what order waiting requests are admitted, who is preempted first when KV blocks run out, and who gives way to whom before that.
+///
+/// The first two are what engines have. The others are those that papers compare: they know or learn what no gateway can tell them, and rank every request before
+/// each iteration.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Order {
-    /// By arrival; the request admitted last is preempted first.
+    /// By arrival; the request admitted last is preempted first. Prompts go in chunks beside those that decode (Sarathi-Serve, arXiv 2403.02310, and vLLM since).
     #[default]
     Fcfs,
-    /// Lower priority number first, then by arrival; the highest number is preempted first (vLLM's `--scheduling-policy priority`).
+    /// Lower priority number first, then by arrival; the highest number is preempted first (vLLM's `--scheduling-policy priority`). With a ranker's scores as
+    /// numbers it is the order of PARS (arXiv 2510.03243) and LTR (arXiv 2408.15792).
     Priority,
+    /// By arrival, whole prompts first: while one can be admitted nobody decodes (vLLM before chunked prefill). An iteration has one prompt at least, however long.
+    PrefillFirst,
+    /// The true length, shortest first. Whoever runs stays.
+    Shortest,
+    /// Least remaining output first (TRAIL, arXiv 2410.01035), as a prediction says whose logarithm is off by a normal error of standard deviation `noise`, drawn
+    /// again at each [`LEVEL`](crate::scheduler::LEVEL) of output; 0 is the truth. A request gives way until it has `until` of its predicted output.
+    Remaining { noise: f64, until: f64 },
+    /// Least attained output first, in levels that double; equals by arrival.
+    Attained,
+    /// Boosted arrival by attained output and what is known of lengths, without a prediction for any one request (UNIBOOST, arXiv 2606.18431).
+    Boost(Boosting),
+}
+
+/// How far [`Order::Boost`] goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Boosting {
+    /// The decay rate of the boost in 1/s; `None` follows the tail of response times.
+    pub gamma: Option<f64>,
+    pub step: Step,
+}
+
+/// The steps of UNIBOOST, each with all before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Step {
+    /// Those that decode and those that wait for their prompt are ordered apart: nobody gives way before memory runs out.
+    Queues,
+    /// One order for all: whoever waits takes the place of one that runs, if its boosted arrival is earlier by 1/gamma.
+    Unified,
+    /// Attained output counts in levels that double, and nobody gives way before it has run for the first of them.
+    Guarded,
 }
 
 /// How long one iteration takes, in seconds:

@@ -19,8 +19,9 @@ const TOWARDS_MEAN: f64 = 0.1;
 /// B times gamma: a shorter bound flattens the order to arrival.
 pub(super) const BOUND: f64 = 4.0;
 
-#[derive(Debug, Default)]
-pub(super) struct GammaAda {
+/// The two-point slope of the logarithm of recent response times' tail.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct GammaAda {
     /// Seconds from arrival to the end of complete answers, oldest first.
     times: VecDeque<f32>,
     /// Whether `times` changed since the last update.

@@ -46,6 +46,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub use calibration::{Learnt, Sample};
 pub(crate) use concordance::tau_b;
 pub use event::*;
+pub(crate) use gamma::GammaAda;
 pub use outcome::{Ending, Reason};
 pub use policy::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
 pub(crate) use rng::Rng;
@@ -56,7 +57,6 @@ pub use view::{BackendView, Counters, Explanation, Mode, ModelView, PoolView, Te
 
 use backend::Backend;
 use calibration::Calibration;
-use gamma::GammaAda;
 use keys::{Keying, Largest, Mix};
 use overload::{Overload, WaitingWork};
 use queue::{Aging, Place};

@@ -164,7 +164,7 @@ fn run_all(scenario: &Scenario, workload: &Workload, seed: u64, check: bool) -> 
                         queue_timeout: scenario.queue_timeout,
                         look,
                         check,
-                        ..Setup::new(scenario.fleet.clone(), contender.dispatch.clone())
+                        ..Setup::new(contender.fleet(scenario), contender.dispatch.clone())
                     };
                     let result = one(&contender.name, *swept, &setup, workload, seed, scenario.warm_up);
                     // Nobody else locks this place, so it is never poisoned.

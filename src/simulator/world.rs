@@ -13,7 +13,7 @@ use super::workload::{Job, Workload};
 use super::{Dispatch, Setup};
 use crate::engine::{Counters, Engine, Event as Computed, What, Work};
 use crate::scheduler::{
-    Action, BackendId, Ending, Event, Facts, LEVEL, Load, RankerVersion, Reason, Request, RequestId, Scheduler, Scored, Standing, Time, Tokens,
+    Action, BackendId, Ending, Event, Facts, LEVEL, Load, RankerVersion, Reason, Request, RequestId, Scheduler, Score, Scored, Standing, Time, Tokens,
 };
 
 /// Between two readings of a metrics page under traffic, and otherwise, as the fleet reads them.
@@ -27,6 +27,9 @@ const FAILING: Duration = Duration::from_millis(1);
 const STANDSTILL: Duration = Duration::from_secs(3600);
 /// The unit of an engine's priority field, in microseconds of boosted arrival.
 const PRIORITY_UNIT: i64 = 100_000;
+
+/// How finely an engine's priority field tells scores apart.
+const SCORE_UNITS: f64 = 1e6;
 
 /// Something to come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -383,7 +386,9 @@ impl<'a> World<'a> {
             }
             Front::RoundRobin | Front::LeastLoaded => {
                 let backend = self.direct();
-                self.submit(stay, backend, 0);
+                // Whoever has no gateway but a ranker gives the engine its score.
+                let score = self.job(job).score.map_or(0.0, Score::get);
+                self.submit(stay, backend, (f64::from(score) * SCORE_UNITS) as i64);
                 Ok(())
             }
         }

@@ -12,7 +12,7 @@ use super::super::{AUTO_SLOTS, Arrivals, Dispatch, Job, Length, Member, Part, Sc
 use super::trace;
 use crate::config::DEFAULT_LIMITS;
 use crate::config::reading::{Checker, ConfigError, FromText, Leaf, Mistake, Place, TextOr, choice, parse, policy_beside};
-use crate::engine::{Order as EngineOrder, Profile};
+use crate::engine::{Boosting, Order as EngineOrder, Profile, Step};
 use crate::scheduler::{Gamma, Limits, Order, Policy, PolicyParts, Slots, Target, Tokens, Weight};
 
 /// A scenario, ready to run.
@@ -58,6 +58,42 @@ pub(super) enum Pace {
 pub(super) struct Contender {
     pub name: String,
     pub dispatch: Dispatch,
+    /// How all engines order their requests, instead of as the fleet has it.
+    pub order: Option<EngineOrder>,
+}
+
+impl Contender {
+    /// The fleet that it has to do with.
+    pub fn fleet(&self, scenario: &Scenario) -> Vec<Member> {
+        let ordered = |member: &Member| {
+            let mut member = member.clone();
+            member.profile.order = self.order.unwrap_or(member.profile.order);
+            member
+        };
+        scenario.fleet.iter().map(ordered).collect()
+    }
+}
+
+/// The standard deviation of the logarithm of TRAIL's predictions, and the share of its predicted output until which a request gives way (0.8 in the paper).
+const TRAIL: (f64, f64) = (0.5, 0.8);
+
+/// The orders inside an engine, by name; those that boost at this gamma, or following the tail.
+fn engine_orders(gamma: Option<f64>) -> [(&'static str, EngineOrder); 12] {
+    let boost = |step| EngineOrder::Boost(Boosting { gamma, step });
+    [
+        ("fcfs", EngineOrder::Fcfs),
+        ("priority", EngineOrder::Priority),
+        ("score", EngineOrder::Priority),
+        ("prefill-first", EngineOrder::PrefillFirst),
+        ("oracle-sjf", EngineOrder::Shortest),
+        ("trail", EngineOrder::Remaining { noise: TRAIL.0, until: TRAIL.1 }),
+        ("trail-plus", EngineOrder::Remaining { noise: 0.0, until: TRAIL.1 }),
+        ("srpt", EngineOrder::Remaining { noise: 0.0, until: 1.0 }),
+        ("las", EngineOrder::Attained),
+        ("distboost", boost(Step::Queues)),
+        ("uniboost-base", boost(Step::Unified)),
+        ("uniboost", boost(Step::Guarded)),
+    ]
 }
 
 /// The queues' limits in a simulation: nobody is turned away for want of room, because then policies would be compared on different requests.
@@ -127,8 +163,8 @@ fn build(path: &Path, text: &str) -> Result<Scenario, ConfigError> {
     Ok(Scenario { seed, fleet, workload, drawn, pace, scores, policies, gammas, queue_timeout, warm_up })
 }
 
-/// A contender by its name: `round-robin`, `least-loaded`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one; `NAME@GAMMA` is the same
-/// policy at a fixed gamma, or at one of the targets mean, balanced and tail.
+/// A contender by its name: `round-robin`, `least-loaded`, `engine:ORDER`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one;
+/// `NAME@GAMMA` is the same policy at a fixed gamma, or at one of the targets mean, balanced and tail.
 ///
 /// # Errors
 /// There is no such policy, or its file is wrong.
@@ -143,7 +179,17 @@ pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, Config
         _ => None,
     };
     if let Some(dispatch) = direct {
-        return Ok(Contender { name: reference.to_owned(), dispatch });
+        return Ok(Contender { name: reference.to_owned(), dispatch, order: None });
+    }
+    if let Some(order) = name.strip_prefix("engine:") {
+        let wrong = |mistake: Mistake| ConfigError::of_file(Path::new(reference), mistake.message, mistake.hint);
+        let gamma =
+            gamma.map(|text| f64::from_text(text).ok().filter(|gamma| *gamma > 0.0).ok_or_else(|| not_a_gamma(reference, text))).transpose()?;
+        let order = choice("order of an engine", order, &engine_orders(gamma)).map_err(wrong)?;
+        if gamma.is_some() && !matches!(order, EngineOrder::Boost(_)) {
+            return Err(wrong(Mistake::new("this order has no gamma", "leave out @ and what follows it")));
+        }
+        return Ok(Contender { name: reference.to_owned(), dispatch: Dispatch::RoundRobin, order: Some(order) });
     }
     let default = || policy_beside("headway", dir).map(|named| parts(&named.policy));
     let mut parts = match name {
@@ -159,16 +205,18 @@ pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, Config
             "mean" => Gamma::Target(Target::Mean),
             "balanced" => Gamma::Target(Target::Balanced),
             "tail" => Gamma::Target(Target::Tail),
-            _ => Gamma::Fixed(f64::from_text(text).map_err(|_| {
-                let hint = "write a rate in 1/s, adaptive, mean, balanced or tail: headway@0.01, headway@mean".into();
-                ConfigError::of_file(Path::new(reference), format!("{text:?} is not a gamma"), hint)
-            })?),
+            _ => Gamma::Fixed(f64::from_text(text).map_err(|_| not_a_gamma(reference, text))?),
         };
     }
     let policy = Policy::new(parts).map_err(|error| ConfigError::of_file(Path::new(reference), error.to_string(), String::new()))?;
     let name = Path::new(name).file_stem().map_or_else(|| name.to_owned(), |stem| stem.to_string_lossy().into_owned());
     let name = gamma.map_or(name.clone(), |gamma| format!("{name}@{gamma}"));
-    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS } })
+    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS }, order: None })
+}
+
+fn not_a_gamma(reference: &str, text: &str) -> ConfigError {
+    let hint = "write a rate in 1/s, adaptive, mean, balanced or tail: headway@0.01, headway@mean".into();
+    ConfigError::of_file(Path::new(reference), format!("{text:?} is not a gamma"), hint)
 }
 
 fn parts(policy: &Policy) -> PolicyParts {
@@ -297,8 +345,7 @@ impl Reader<'_> {
             let context = self.checker.number(raw.context.as_ref(), &place.key("context"), 1..=1 << 24, u64::from(profile.max_model_len));
             profile.max_model_len = context as Tokens;
             if let Some(leaf) = &raw.order {
-                let orders = [("fcfs", EngineOrder::Fcfs), ("priority", EngineOrder::Priority)];
-                let order = self.checker.read_text(&leaf.text, &place.key("order"), |text| choice("order of an engine", text, &orders));
+                let order = self.checker.read_text(&leaf.text, &place.key("order"), |text| choice("order of an engine", text, &engine_orders(None)));
                 profile.order = order.unwrap_or_default();
             }
             let slots = raw.slots.as_ref().and_then(|leaf| {
@@ -494,7 +541,7 @@ mod tests {
         let text = "seed: 9
 workload: { requests: 50, arrivals: { clients: 4, think: 2s }, prompt: { mean: 80 }, output: { mixture: [{ share: 2, median: 10, sigma: 0.5 }, { share: 1, median: 90, sigma: 0.1 }], longest: 200 }, scores: oracle }
 fleet: [{ engine: large, count: 2, speed: 0.5, sequences: 16, kv_tokens: 32000, context: 9000, order: priority, slots: 12, weight: 2 }, { engine: small }]
-policies: [headway@0.01, headway@mean, sjf, oracle-sjf]
+policies: [headway@0.01, headway@mean, sjf, oracle-sjf, engine:trail-plus, engine:distboost@0.2]
 gammas: [0.01, 0.1]
 queue_timeout: 10m
 warm_up: 0.1
@@ -514,6 +561,9 @@ warm_up: 0.1
         assert_eq!(gamma(0), (Order::Headway, Gamma::Fixed(0.01)));
         assert_eq!(gamma(1), (Order::Headway, Gamma::Target(Target::Mean)));
         assert_eq!((gamma(2).0, gamma(3).0), (Order::Pars, Order::OracleSjf));
+        let inside = |index: usize| scenario.policies[index].fleet(&scenario)[0].profile.order;
+        assert_eq!((inside(3), inside(4)), (EngineOrder::Priority, EngineOrder::Remaining { noise: 0.0, until: 0.8 }));
+        assert_eq!(inside(5), EngineOrder::Boost(Boosting { gamma: Some(0.2), step: Step::Queues }));
     }
 
     #[test]
@@ -531,6 +581,9 @@ warm_up: 0.1
             (&PLAIN.replace("small", "smal"), "did you mean small?"),
             (&format!("{PLAIN}policies: [headwya]\n"), "did you mean headway?"),
             (&format!("{PLAIN}policies: [headway@fast]\n"), "headway@0.01"),
+            (&format!("{PLAIN}policies: [engine:trial]\n"), "did you mean trail?"),
+            (&format!("{PLAIN}policies: [engine:uniboost@0]\n"), "not a gamma"),
+            (&format!("{PLAIN}policies: [engine:las@0.1]\n"), "this order has no gamma"),
             (&format!("{PLAIN}policies: []\n"), "policies: there is nothing to compare"),
             (&PLAIN.replace("load: 0.5", "scores: trace"), "column"),
             (&PLAIN.replace("requests: 200", "trace: no.csv"), "remove prompt and output"),
