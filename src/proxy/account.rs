@@ -128,6 +128,7 @@ impl Account {
         self.api = api;
     }
 
+    /// Its key is this tenant's.
     pub fn belongs_to(&mut self, tenant: &Arc<Tenant>) {
         self.tenant = Some(Arc::clone(tenant));
     }
@@ -283,6 +284,12 @@ impl Account {
         self.stopped = seen.finish == Some(Finish::Stopped);
     }
 
+    /// Whether a backend has worked on it, rather than refused it or not been reached.
+    fn has_run(&self) -> bool {
+        const CUT_OFF: [&str; 4] = [CLIENT_LEFT.1, "first_byte_timeout", "inter_chunk_timeout", "total_timeout"];
+        self.output_tokens > 0 || self.target.is_some() && (self.reason == "ok" || CUT_OFF.contains(&self.reason))
+    }
+
     /// The model as the backends of its pool know it.
     fn upstream_model(&self) -> Option<&str> {
         let alias = self.pool.as_ref()?.models.iter().find(|(name, _)| *name == self.model);
@@ -356,7 +363,7 @@ impl Drop for Account {
             stolen: self.stolen,
             retries: self.attempts.saturating_sub(1),
         };
-        if let Some(admission) = admission.filter(|_| self.target.is_some()) {
+        if let Some(admission) = admission.filter(|_| self.has_run()) {
             admission.used(self.prompt_tokens, self.output_tokens);
         }
         let is_learnt_from = (noted.is_some() || compared.is_some()) && self.reason == "ok" && self.stopped && self.output_tokens > 0;

@@ -232,8 +232,18 @@ impl Reply {
             }
             match ready!(upstream.poll_chunk(cx)) {
                 Some(Ok(chunk)) => {
-                    let Some(observer) = &mut self.observer else { return Poll::Ready(Some(Ok(chunk))) };
+                    let Some(observer) = &mut self.observer else {
+                        // Who has got as many bytes as were announced does not ask for more.
+                        if upstream.length() == Some(0) {
+                            // Hears of the end, so that the connection can carry another request.
+                            _ = upstream.poll_chunk(cx);
+                            self.complete(None);
+                        }
+                        return Poll::Ready(Some(Ok(chunk)));
+                    };
                     let out = observer.feed(chunk);
+                    // Now, since a client may leave before the next chunk.
+                    self.account.tokens(observer.seen());
                     let output = observer.seen().output();
                     if output > 0 {
                         self.account.first_token();

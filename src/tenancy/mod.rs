@@ -284,8 +284,11 @@ impl Admission {
         let (reserved_input, reserved_output) = (std::mem::take(&mut self.input), std::mem::take(&mut self.output));
         self.meters.settle(&self.meters.input, reserved_input, input.map_or(reserved_input, u64::from));
         self.meters.settle(&self.meters.output, reserved_output, u64::from(output));
-        let mut typical = self.meters.typical.lock().unwrap_or_else(PoisonError::into_inner);
-        *typical += (f64::from(output) - *typical) * NEWEST;
+        // What was cut off before its first token says nothing of how long answers are.
+        if output > 0 {
+            let mut typical = self.meters.typical.lock().unwrap_or_else(PoisonError::into_inner);
+            *typical += (f64::from(output) - *typical) * NEWEST;
+        }
     }
 }
 

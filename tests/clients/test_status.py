@@ -6,7 +6,7 @@ import socket
 
 import httpx
 import pytest
-from processes import PATIENCE, free_port, pool, wait_for
+from processes import PATIENCE, free_port, metric, pool, wait_for
 from scripted import answer_normally, completion, gate
 from wire import CHAT, Call, chat, error, post
 
@@ -340,3 +340,21 @@ def test_a_clients_own_timeout_ends_the_wait_and_the_stream(launch):
     wait_for(backend.exchange(0).left.is_set, "the backend is told")
     wrong = post(gateway, chat(), headers={"x-request-timeout": "soon"})
     assert (wrong.status_code, error(wrong)["code"]) == (400, "invalid_header")
+
+
+def test_what_passes_as_it_is_ends_as_what_it_was(launch):
+    def answer(exchange):
+        status = exchange.json.get("seed", 200)
+        exchange.reply(status=status, body={"data": [], "padding": "x" * exchange.json.get("padding", 0)})
+
+    backend = launch.backend(answer)
+    gateway = launch.gateway(pool("sim", backend, retries=0)).healthy(1)
+    assert post(gateway, chat(seed=400)).status_code == 400
+    assert post(gateway, {"model": "sim", "input": "x"}, path="/v1/embeddings").status_code == 200
+    assert len(post(gateway, {"model": "sim", "input": "x", "padding": 3 * MIB}, path="/v1/embeddings").content) > 3 * MIB
+    with httpx.Client(http1=False, http2=True) as client:
+        client.post(gateway.url + "/v1/embeddings", json={"model": "sim", "input": "x"}).raise_for_status()
+    gateway.wait_idle()
+    for outcome, count in (("backend_refused", 1), ("ok", 3)):
+        assert metric(gateway.admin, f'headway_requests_total{{pool="chat",model="sim",outcome="{outcome}"}}') == count
+    assert 'reason="client_left"' not in gateway.output()

@@ -119,6 +119,40 @@ def test_tokens_are_settled_by_what_the_answer_took(launch):
     assert ask(1, max_tokens=20).status_code == 200, "a smaller one fits"
 
 
+def test_what_no_backend_worked_on_costs_no_tokens(launch):
+    tenants = Tenants(launch.folder, tenant={"limits": {"input_tokens_per_minute": 100000, "output_tokens_per_minute": 100000}})
+    backend = launch.backend(lambda exchange: exchange.reply(status=exchange.json["seed"], body={"error": {"message": "no"}}))
+    gateway = launch.gateway(pool("sim", backend, retries=0), keys=tenants.section).healthy(1)
+    for status in (400, 429, 503):
+        assert post(gateway, chat("x" * 4000, seed=status), headers=bearer(tenants.keys["tenant"])).status_code == status
+    [shown] = httpx.get(gateway.admin + "/admin/tenants", timeout=PATIENCE).json()["tenants"]
+    assert shown["held"] == 0
+    assert [shown["limits"][what]["left"] for what in ("input_tokens", "output_tokens")] == [100000, 100000], shown
+
+
+def test_an_answer_that_its_client_left_costs_what_came(launch):
+    tenants = Tenants(launch.folder, tenant={"limits": {"output_tokens_per_minute": 10000}})
+
+    def five_words(exchange):
+        exchange.start_stream()
+        for word in "one two three four five".split():
+            exchange.word(word)
+        exchange.wait_left()
+
+    gateway = launch.gateway(pool("sim", launch.backend(five_words)), keys=tenants.section).healthy(1)
+    with httpx.stream("POST", gateway.url + "/v1/chat/completions", json=chat(stream=True), headers=bearer(tenants.keys["tenant"])) as response:
+        lines = (line for line in response.iter_lines() if "five" in line)
+        assert next(lines)
+    gateway.wait_in_flight(0)
+
+    def left():
+        [shown] = httpx.get(gateway.admin + "/admin/tenants", timeout=PATIENCE).json()["tenants"]
+        return shown["limits"]["output_tokens"]["left"]
+
+    gateway.until(lambda: left() >= 9995, lambda: f"five tokens were used: {left()}")
+    assert metric(gateway.admin, 'headway_tenant_output_tokens_total{tenant="tenant"}') == 5
+
+
 def test_as_many_at_once_as_allowed_and_no_place_is_lost(launch):
     tenants = Tenants(launch.folder, tenant={"limits": {"concurrent_requests": 2}})
     backend = launch.backend(gate)
