@@ -251,7 +251,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     if args.requests == 0 {
         bail!("--requests must be at least 1");
     }
-    serve::log_to_stderr("warn");
+    serve::log_to_stderr("warn", serve::LogFormat::Text);
     let runtime = serve::runtime()?;
     let samples: Arc<Vec<Sample>> = Arc::new(samples().into_iter().filter(|sample| sample.output_tokens <= LONGEST).collect());
     let mut lengths = Lengths::default();

@@ -36,6 +36,9 @@ pub struct Args {
     /// A ranker's directory (with --backend); by default models/pars, where that is found
     #[arg(long, value_name = "DIRECTORY")]
     ranker: Option<PathBuf>,
+    /// How the log is written to stderr; its level is RUST_LOG's
+    #[arg(long, value_name = "FORMAT", value_enum, default_value_t = LogFormat::Text)]
+    log: LogFormat,
     /// Where the listening socket is handed over to a new process, on SIGQUIT
     #[arg(long, value_name = "SOCKET")]
     upgrade_sock: Option<PathBuf>,
@@ -44,9 +47,18 @@ pub struct Args {
     upgrade: bool,
 }
 
+/// How log lines look.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    /// For people
+    Text,
+    /// One JSON object a line
+    Json,
+}
+
 /// Runs the gateway until it is told to stop.
 pub fn run(args: &Args) -> anyhow::Result<()> {
-    log_to_stderr("info");
+    log_to_stderr("info", args.log);
     let snapshot = match &args.config {
         Some(file) => config::load(file)?,
         None => without_file(&args.backend, args.listen, args.admin, &args.policy, args.ranker.clone())?,
@@ -95,7 +107,11 @@ pub fn runtime() -> anyhow::Result<Runtime> {
 }
 
 /// Logs what is at least as important as `level`, or as RUST_LOG says.
-pub fn log_to_stderr(level: &str) {
+pub fn log_to_stderr(level: &str, format: LogFormat) {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(format!("{level},pingora_core=warn")));
-    tracing_subscriber::fmt().with_env_filter(filter).with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_ansi(std::io::stderr().is_terminal()).with_writer(std::io::stderr);
+    match format {
+        LogFormat::Text => log.init(),
+        LogFormat::Json => log.json().flatten_event(true).init(),
+    }
 }

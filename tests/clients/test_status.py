@@ -358,3 +358,15 @@ def test_what_passes_as_it_is_ends_as_what_it_was(launch):
     for outcome, count in (("backend_refused", 1), ("ok", 3)):
         assert metric(gateway.admin, f'headway_requests_total{{pool="chat",model="sim",outcome="{outcome}"}}') == count
     assert 'reason="client_left"' not in gateway.output()
+
+
+def test_the_log_can_be_read_by_machines(launch):
+    backend = launch.backend()
+    gateway = launch.gateway(pool("sim", backend), arguments=["--log", "json"]).healthy(1)
+    post(gateway, chat(stream=True), headers={"x-request-id": "mine"})
+    gateway.until(lambda: '"mine"' in gateway.output(), "the line is written")
+    lines = [json.loads(line) for line in gateway.output().splitlines() if line.startswith("{")]
+    [line] = [line for line in lines if line["target"] == "access"]
+    assert (line["id"], line["status"], line["reason"], line["model"]) == ("mine", 200, "ok", "sim")
+    assert line["total_ms"] >= line["ttft_ms"] >= 0
+    assert {"timestamp", "level", "backend", "queue_ms", "output_tokens", "predicted_tokens", "boost_ms", "retries"} <= line.keys()
