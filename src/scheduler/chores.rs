@@ -30,7 +30,9 @@ impl Scheduler {
         }
         self.update_speeds();
         if self.policy.overload() {
-            self.overload.look(self.now, self.queued_seconds(), self.waiting() > 0, self.keying.bound);
+            // A policy that prefers the tail wants arrival order where waits are long, not order by work.
+            let bound = self.keying.bound.max(self.gamma.reach(&self.policy, self.mix.service(self.pool_speed())));
+            self.overload.look(self.now, self.queued_seconds(), self.waiting() > 0, bound);
         }
         let switched = self.overload.active() != self.keying.overload;
         self.counters.overloads += u64::from(switched && self.overload.active());

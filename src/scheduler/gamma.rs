@@ -11,11 +11,11 @@ const ENOUGH: usize = 200;
 /// Gamma times mean work before the tail is known.
 const START: f64 = 0.1;
 /// Gamma times mean work never leaves this range. Below it the order is shortest work first, above it arrival.
-const RANGE: (f64, f64) = (0.003, 2.0);
+const RANGE: (f64, f64) = (0.001, 2.0);
 /// Share of the old value that survives an update, in the logarithm.
 const INERTIA: f64 = 0.7;
 /// What the slope is multiplied with to prefer the mean: the other end of the range in which tail is traded for mean smoothly.
-const TOWARDS_MEAN: f64 = 0.1;
+const TOWARDS_MEAN: f64 = 0.13;
 /// B times gamma: a shorter bound flattens the order to arrival.
 pub(super) const BOUND: f64 = 4.0;
 
@@ -69,6 +69,14 @@ impl GammaAda {
     pub fn restore(&mut self, slope: f64) {
         if slope.is_finite() && slope > 0.0 {
             self.slope = Some(slope);
+        }
+    }
+
+    /// How long a backlog, in seconds, boosts could order if the policy's gamma preferred the mean; 0 where gamma is fixed.
+    pub fn reach(&self, policy: &Policy, mean_work: f64) -> f64 {
+        match policy.gamma() {
+            Gamma::Fixed(_) => 0.0,
+            Gamma::Adaptive | Gamma::Target(_) => BOUND / clamp(self.slope.unwrap_or(START / mean_work) * TOWARDS_MEAN, mean_work),
         }
     }
 
@@ -173,9 +181,9 @@ mod tests {
     #[test]
     fn stays_within_range_of_the_work() {
         let policy = policy(Gamma::Adaptive, MaxOvertake::Auto);
-        for (rate, limit) in [(1e-6, 0.003), (1e6, 2.0)] {
+        for (rate, limit) in [(1e-6, 0.001), (1e6, 2.0)] {
             let mut ada = tail(rate);
-            for _ in 0..40 {
+            for _ in 0..60 {
                 ada.completed(1.0 / rate);
                 ada.update(10.0);
             }
@@ -207,8 +215,11 @@ mod tests {
         let gamma = |gamma, overtake| ada.gamma(&policy(gamma, overtake), 1.0);
         assert_eq!(gamma(Gamma::Fixed(5.0), MaxOvertake::Auto), 5.0);
         assert_eq!(gamma(Gamma::Target(Target::Tail), MaxOvertake::Auto), 0.1);
-        assert!((gamma(Gamma::Target(Target::Balanced), MaxOvertake::Auto) - 0.0316).abs() < 1e-4);
-        assert!((gamma(Gamma::Target(Target::Mean), MaxOvertake::Auto) - 0.01).abs() < 1e-9);
+        assert!((gamma(Gamma::Target(Target::Balanced), MaxOvertake::Auto) - 0.03606).abs() < 1e-5);
+        assert!((gamma(Gamma::Target(Target::Mean), MaxOvertake::Auto) - 0.013).abs() < 1e-9);
+        let reach = |gamma| ada.reach(&policy(gamma, MaxOvertake::Auto), 1.0);
+        assert!((reach(Gamma::Target(Target::Tail)) - 4.0 / 0.013).abs() < 1e-9, "B of the mean, whatever the target");
+        assert_eq!(reach(Gamma::Fixed(0.1)), 0.0);
         assert_eq!(gamma(Gamma::Adaptive, MaxOvertake::Within(Duration::from_secs(20))), 0.2);
         assert_eq!(gamma(Gamma::Adaptive, MaxOvertake::Within(Duration::from_secs(60))), 0.1);
     }

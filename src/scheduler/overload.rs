@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::table::Entry;
 use super::time::Time;
 
-/// Backlog, in seconds, under which there is no overload: B, but at least the first and at most the second. While waits stay below B, boosts still order what
+/// Backlog, in seconds, under which there is no overload: what boosts can order, but at least the first and at most the second. While waits stay below B, boosts still order what
 /// waits, and its tail fares far better than by work alone; beyond a few minutes requests would meet their deadlines in the queue instead of being turned away.
 const ENOUGH: (f64, f64) = (30.0, 300.0);
 /// How long the backlog has to grow before overload begins, and to be small before it ends.
@@ -25,7 +25,7 @@ impl Overload {
         self.active
     }
 
-    /// Looks at the predicted backlog in seconds; `full` is whether every backend has all it may hold, `bound` is B in seconds. To be called about every
+    /// Looks at the predicted backlog in seconds; `full` is whether every backend has all it may hold, `bound` is how many seconds of it boosts can order. To be called about every
     /// second.
     pub fn look(&mut self, now: Time, backlog: f64, full: bool, bound: f64) {
         let small = backlog < bound.clamp(ENOUGH.0, ENOUGH.1);
