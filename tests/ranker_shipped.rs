@@ -66,10 +66,11 @@ fn both_encoders_compute_what_pytorch_computes() {
 }
 
 #[test]
-fn prompts_of_every_length_score_the_same_in_both_encoders_alone_and_in_a_batch() {
+fn prompts_of_any_length_score_the_same_in_both_encoders_alone_and_in_a_batch() {
     let (encoder, model) = encoders();
+    let lengths = (1..=128).step_by(3).chain([128]);
     let prompts: Vec<Pieces> =
-        (1..=128).map(|length| Pieces::of_ids((0..length).map(|at| 1996 + (at * 37 + length * 101) % 20_000).collect())).collect();
+        lengths.map(|length| Pieces::of_ids((0..length).map(|at| 1996 + (at * 37 + length * 101) % 20_000).collect())).collect();
     let together = encoder.scores(&prompts).unwrap();
     for (pieces, together) in prompts.iter().zip(together) {
         let alone = encoder.scores(std::slice::from_ref(pieces)).unwrap()[0];

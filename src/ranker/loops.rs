@@ -73,7 +73,7 @@ pub(super) fn activate(x: &mut [f32], activation: Activation) {
     match activation {
         Activation::Gelu => x.iter_mut().for_each(|x| *x = gelu(*x).0),
         // 0.5 (1 + tanh y) is the logistic function of 2 y.
-        Activation::GeluNew => x.iter_mut().for_each(|x| *x = gate(*x, 1.595_769_1 * (*x + 0.044_715 * *x * *x * *x))),
+        Activation::GeluNew => x.iter_mut().for_each(|x| *x = gate(*x, 1.595_769 * (*x + 0.044_715 * *x * *x * *x))),
         Activation::Relu => x.iter_mut().for_each(|x| *x = x.max(0.0)),
         Activation::Silu => x.iter_mut().for_each(|x| *x = gate(*x, *x)),
     }

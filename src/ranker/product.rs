@@ -174,15 +174,16 @@ const BLOCK: [usize; 2] = [96, 384];
 /// latency of an addition. The compiler is told the instructions, because whether it finds them in plain loops depends on trifles.
 #[cfg(target_arch = "x86_64")]
 macro_rules! multiply_in_tiles {
-    ($multiply:ident, $features:literal, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $multiply_add:ident, $store:ident) => {
+    ($multiply:ident, $features:literal, $lanes:literal, $zero:ident, $splat:ident, $load:ident, $multiply_add:ident, $add:ident, $store:ident) => {
         #[target_feature(enable = $features)]
         fn $multiply(y: &mut [f32], stride: usize, [m, k, n]: [usize; 3], x: Rows, b: &[f32], add: bool) {
-            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, $load, $multiply_add, $splat, $store, $zero};
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, $add, $load, $multiply_add, $splat, $store, $zero};
 
             const WIDTH: usize = 2 * $lanes;
 
             /// `y` = the rows of `x` times a panel. Meanwhile the memory from `next` on is fetched into the cache, `step` bytes for each row of the panel.
             #[target_feature(enable = $features)]
+            #[expect(clippy::too_many_arguments, reason = "a product, and what to fetch meanwhile")]
             fn tile<const ROWS: usize>(
                 y: &mut [f32],
                 stride: usize,
@@ -209,18 +210,24 @@ macro_rules! multiply_in_tiles {
                     at = at.wrapping_add(1);
                 }
                 for (row, sums) in sums.into_iter().enumerate() {
-                    let mut whole = [0.0f32; WIDTH];
-                    // SAFETY: so long is `whole`.
-                    unsafe {
-                        $store(whole.as_mut_ptr(), sums[0]);
-                        $store(whole[$lanes..].as_mut_ptr(), sums[1]);
-                    }
                     let y = &mut y[row * stride..];
-                    match y.first_chunk_mut::<WIDTH>().filter(|_| columns >= WIDTH) {
-                        Some(y) if add => y.iter_mut().zip(whole).for_each(|(y, sum)| *y += sum),
-                        Some(y) => *y = whole,
-                        // The last panel is wider than what is left of the row.
-                        None => y[..columns].iter_mut().zip(whole).for_each(|(y, sum)| *y = if add { *y + sum } else { sum }),
+                    // The last panel may be wider than what is left of the row.
+                    let mut narrow = [0.0; WIDTH];
+                    let to = if columns < WIDTH {
+                        narrow[..columns].copy_from_slice(&y[..columns]);
+                        &mut narrow
+                    } else {
+                        &mut y[..WIDTH]
+                    };
+                    let [low, high] = [to.as_mut_ptr(), to[$lanes..].as_mut_ptr()];
+                    // SAFETY: `to` is two vectors long.
+                    unsafe {
+                        let [before, after] = if add { [$load(low), $load(high)] } else { [$zero(); 2] };
+                        $store(low, $add(before, sums[0]));
+                        $store(high, $add(after, sums[1]));
+                    }
+                    if columns < WIDTH {
+                        y[..columns].copy_from_slice(&narrow[..columns]);
                     }
                 }
             }
@@ -261,9 +268,29 @@ macro_rules! multiply_in_tiles {
 }
 
 #[cfg(target_arch = "x86_64")]
-multiply_in_tiles!(multiply_avx2, "avx2,fma", 8, _mm256_setzero_ps, _mm256_set1_ps, _mm256_loadu_ps, _mm256_fmadd_ps, _mm256_storeu_ps);
+multiply_in_tiles!(
+    multiply_avx2,
+    "avx2,fma",
+    8,
+    _mm256_setzero_ps,
+    _mm256_set1_ps,
+    _mm256_loadu_ps,
+    _mm256_fmadd_ps,
+    _mm256_add_ps,
+    _mm256_storeu_ps
+);
 #[cfg(target_arch = "x86_64")]
-multiply_in_tiles!(multiply_avx512, "avx512f,avx2,fma", 16, _mm512_setzero_ps, _mm512_set1_ps, _mm512_loadu_ps, _mm512_fmadd_ps, _mm512_storeu_ps);
+multiply_in_tiles!(
+    multiply_avx512,
+    "avx512f,avx2,fma",
+    16,
+    _mm512_setzero_ps,
+    _mm512_set1_ps,
+    _mm512_loadu_ps,
+    _mm512_fmadd_ps,
+    _mm512_add_ps,
+    _mm512_storeu_ps
+);
 
 #[cfg(test)]
 mod tests {

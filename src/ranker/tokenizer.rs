@@ -38,6 +38,9 @@ pub struct Truncation {
     pub system: usize,
 }
 
+/// Bytes that are tokenized for each piece wanted of a long text, before all of it is.
+const BYTES: usize = 8;
+
 /// WordPiece over normalised code points.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -90,22 +93,44 @@ impl Tokenizer {
             ids.push(self.sep);
         }
         let room = self.truncation.pieces - ids.len() - 1;
-        let user = self.encode(&text.user);
-        if user.len() <= room {
-            ids.extend(user);
-        } else {
-            let tail = room / 3;
-            ids.extend(&user[..room - tail]);
-            ids.extend(&user[user.len() - tail..]);
-        }
+        ids.extend(self.ends(&text.user, room));
         ids.push(self.sep);
         Pieces(ids)
+    }
+
+    /// All pieces of a text, or of a longer one the first two thirds and the last third of `room`.
+    fn ends(&self, text: &str, room: usize) -> Vec<u32> {
+        let tail = room / 3;
+        let head = room - tail;
+        if let Some((first, last)) = outer(text, head * BYTES, tail * BYTES) {
+            let (mut first, last) = (self.encode(first), self.encode(last));
+            if first.len() >= head && last.len() >= tail {
+                first.truncate(head);
+                first.extend_from_slice(&last[last.len() - tail..]);
+                return first;
+            }
+        }
+        let mut all = self.encode(text);
+        if all.len() > room {
+            all.drain(head..all.len() - tail);
+        }
+        all
     }
 
     /// Pieces of a text without special ones. A text that the tokenizer cannot take counts as one unknown word.
     fn encode(&self, text: &str) -> Vec<u32> {
         self.inner.encode_fast(text, false).map_or_else(|_| vec![self.unknown], |encoding| encoding.get_ids().to_vec())
     }
+}
+
+/// At least so many bytes of the beginning and of the end of a longer text. It is cut at spaces before a plain letter or digit: what stands on the two
+/// sides of one shares no word, and no code point that normalisation could join.
+fn outer(text: &str, head: usize, tail: usize) -> Option<(&str, &str)> {
+    let bytes = text.as_bytes();
+    let cut = |at: usize| bytes[at] == b' ' && bytes.get(at + 1).is_some_and(u8::is_ascii_alphanumeric);
+    let end = (head..bytes.len()).find(|at| cut(*at))?;
+    let start = (end..bytes.len().checked_sub(tail)?).rev().find(|at| cut(*at))?;
+    Some((&text[..end], &text[start..]))
 }
 
 #[cfg(test)]
@@ -151,6 +176,29 @@ pub(crate) mod tests {
     fn of_a_long_prompt_head_and_tail_are_kept() {
         assert_eq!(pieces("", "a a a a b b c c d d d d e"), [2, 8, 8, 8, 8, 9, 9, 11, 12, 3]);
         assert_eq!(pieces("a b c", "a a a b b b c c c"), [2, 8, 9, 3, 8, 8, 8, 9, 10, 3]);
+    }
+
+    #[test]
+    fn of_a_long_text_only_the_ends_are_tokenized_and_nothing_changes() {
+        let tokenizer = tokenizer();
+        let words = ["a", "b", "hello", "worlds", " ", "Ｃ", "e\u{301}", "\u{301}", "\u{0}", "。", "\n", "[", "xyz", "é", "ﬁ"];
+        let mut shortened = 0;
+        for seed in 0..300usize {
+            let text = (0..seed).map(|at| words[(at * at * 7 + at * seed + seed) % words.len()]).collect::<Vec<_>>().join(if seed % 3 == 0 {
+                ""
+            } else {
+                " "
+            });
+            let mut expected = tokenizer.encode(&text);
+            if expected.len() > 9 {
+                expected.drain(6..expected.len() - 3);
+            }
+            shortened += usize::from(outer(&text, 48, 24).is_some());
+            assert_eq!(tokenizer.ends(&text, 9), expected, "{text:?}");
+        }
+        assert!(shortened > 100, "{shortened}");
+        assert_eq!(outer("ab cd ef", 2, 3), Some(("ab", " cd ef")));
+        assert_eq!(outer("ab cd ef", 3, 3), None);
     }
 
     #[test]

@@ -84,6 +84,9 @@ enum Passes {
     Candle { model: Box<Model>, vars: HashMap<String, Var> },
 }
 
+/// A batch to its scores.
+type Forward<'a> = Box<dyn Fn(&[Pieces]) -> Result<Vec<f32>> + Sync + 'a>;
+
 /// A model that can be trained: parameters in one slice.
 pub struct Trainee {
     config: Config,
@@ -124,7 +127,7 @@ impl Trainee {
 
     /// Scores in the order of `samples`.
     pub fn scores(&self, samples: &[Sample]) -> Result<Vec<f64>> {
-        let forward: Box<dyn Fn(&[Pieces]) -> Result<Vec<f32>> + Sync> = match &self.passes {
+        let forward: Forward = match &self.passes {
             Passes::Cpu => {
                 // As it will serve.
                 let encoder = weights::encoder(&self.tensors()?.into_iter().collect(), &self.config).map_err(candle_core::Error::wrap)?;
