@@ -69,14 +69,20 @@ impl Live {
         Some(self.routed(index, None, model))
     }
 
-    /// The pools that take a request for `model` when no backend of `routed` can, in this order. A pool that does not know the model serves its first one.
-    pub fn fallbacks<'a>(&'a self, routed: &Routed<'a>, model: &'a str) -> impl Iterator<Item = Routed<'a>> {
+    /// The pools that take a request for `model` when no backend of `routed` can, in this order, and the name that their backends know it by. A pool that does
+    /// not serve the model serves its first one, unless the answer has to come from the `same`.
+    pub fn fallbacks<'a>(&'a self, routed: &Routed<'a>, model: &'a str, same: bool) -> impl Iterator<Item = (Routed<'a>, String)> {
         routed.settings.fallback.iter().filter_map(move |name| {
             let index = self.snapshot.pools.iter().position(|pool| pool.name == *name)?;
-            let models = &self.snapshot.pools[index].models;
-            let serves = models.iter().find(|(name, _)| name == model).or(models.first());
-            let upstream = serves.map(|(name, upstream)| upstream.as_deref().unwrap_or(name)).filter(|upstream| *upstream != model);
-            Some(self.routed(index, upstream, upstream.unwrap_or(model)))
+            let (models, pool) = (&self.snapshot.pools[index].models, &self.pools[index]);
+            let upstream = |(name, upstream): &(String, Option<String>)| upstream.clone().unwrap_or_else(|| name.clone());
+            let serves = match models.iter().find(|(name, _)| name == model) {
+                Some(serves) => Some(upstream(serves)),
+                None => (models.is_empty() && pool.may_serve(model)).then(|| model.to_owned()),
+            };
+            let instead = || models.first().map(upstream).or_else(|| pool.learnt_models().into_iter().next());
+            let upstream = serves.or_else(|| if same { None } else { instead() })?;
+            Some((self.routed(index, None, &upstream), upstream))
         })
     }
 
@@ -287,6 +293,14 @@ pub enum ApplyError {
     /// The ranker that the configuration names does not load.
     #[error("ranker: {0}")]
     Ranker(#[from] RankerError),
+    /// The second ranker that the configuration names does not load.
+    #[error("ranker.shadow: {}: {source}", directory.display())]
+    Shadow {
+        /// Its directory.
+        directory: PathBuf,
+        /// What is wrong with it.
+        source: RankerError,
+    },
     /// The training log cannot be kept as configured.
     #[error("{0}")]
     TrainingLog(#[from] TrainingLogError),
@@ -381,6 +395,9 @@ impl Gateway {
             gone.keep().await;
         }
         let tenancy = next_tenancy(Some(&live), &snapshot);
+        if live.tenancy.is_some() && tenancy.is_none() {
+            tracing::warn!("keys are configured no more: whoever reaches {} may ask", snapshot.listen);
+        }
         self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, pools }));
         Ok(())
     }
@@ -504,15 +521,17 @@ fn next_tenancy(live: Option<&Live>, snapshot: &Snapshot) -> Option<Tenancy> {
 }
 
 /// The second ranker that the next configuration asks for. The running one goes on where its directory is the same, with what that holds now.
-async fn next_shadow(live: Option<&Live>, wanted: Option<&RankerSettings>) -> Result<Option<Arc<Shadow>>, RankerError> {
+async fn next_shadow(live: Option<&Live>, wanted: Option<&RankerSettings>) -> Result<Option<Arc<Shadow>>, ApplyError> {
     let Some((settings, directory)) = wanted.and_then(|wanted| Some((wanted.clone(), wanted.shadow.clone()?))) else { return Ok(None) };
     let running = live.and_then(|live| {
         let before = live.snapshot.ranker.as_ref()?;
         live.shadow.clone().filter(|_| before.shadow == settings.shadow && before.device == settings.device)
     });
+    let failed = |source| ApplyError::Shadow { directory: directory.clone(), source };
+    let place = directory.clone();
     match running {
-        Some(shadow) => apart(move || shadow.follow(&directory).map(|_| Some(shadow))).await,
-        None => apart(move || Shadow::start(&settings, &directory)).await.map(|shadow| Some(Arc::new(shadow))),
+        Some(shadow) => apart(move || shadow.follow(&place).map(|_| Some(shadow))).await.map_err(failed),
+        None => apart(move || Shadow::start(&settings, &place)).await.map(|shadow| Some(Arc::new(shadow))).map_err(failed),
     }
 }
 

@@ -4,7 +4,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
 use std::thread::JoinHandle;
@@ -127,6 +127,10 @@ impl Writer {
 
     /// Writes whole rows at once: during a hand-over two processes append to the same file.
     fn write(&mut self, rows: &[u8]) -> io::Result<()> {
+        // Somebody may have taken the file away; what is written to it then nobody would find.
+        if !self.is_in_place() {
+            (self.file, self.size, self.torn) = open(&self.path)?;
+        }
         if self.size > 0 && self.size + rows.len() as u64 > self.max_size {
             let mut older = self.path.clone().into_os_string();
             older.push(".1");
@@ -143,6 +147,11 @@ impl Writer {
         Ok(())
     }
 
+    fn is_in_place(&self) -> bool {
+        let same = |open: fs::Metadata, there: fs::Metadata| (open.dev(), open.ino()) == (there.dev(), there.ino());
+        self.file.metadata().and_then(|open| Ok(same(open, fs::metadata(&self.path)?))).unwrap_or(false)
+    }
+
     fn tell(&mut self, error: &io::Error) {
         if self.told.is_none_or(|told| told.elapsed() >= REMIND) {
             self.told = Some(Instant::now());
@@ -154,7 +163,11 @@ impl Writer {
 /// The file, how long it is, and whether its last row has no end.
 fn open(path: &Path) -> io::Result<(File, u64, bool)> {
     let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path)?;
-    let size = file.metadata()?.len();
+    let metadata = file.metadata()?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is no regular file"));
+    }
+    let size = metadata.len();
     let mut last = [b'\n'];
     if size > 0 {
         file.seek(SeekFrom::End(-1))?;
@@ -203,6 +216,30 @@ mod tests {
         let [first, second] = &*read.examples else { panic!("{:?}", read.examples) };
         assert_eq!((&first.text, first.source.as_str(), first.lengths["llama"]), (&system, "chat", 7));
         assert_eq!((&second.text, second.lengths["qwen"]), (&text("x"), 70_000));
+    }
+
+    #[test]
+    fn a_file_that_was_taken_away_is_made_anew() {
+        let directory = tempfile::tempdir().unwrap();
+        let settings = settings(directory.path(), 1 << 20);
+        let metrics = Metrics::default();
+        let log = TrainingLog::start(settings.clone(), metrics.training_rows()).unwrap();
+        let written = |rows: u64| {
+            while counted(&metrics, "written") < rows {
+                std::thread::yield_now();
+            }
+        };
+        log.note("chat", "llama", text("first"), 1);
+        written(1);
+        std::fs::rename(&settings.file, directory.path().join("taken")).unwrap();
+        log.note("chat", "llama", text("second"), 1);
+        written(2);
+        std::fs::remove_file(&settings.file).unwrap();
+        log.note("chat", "llama", text("third"), 1);
+        drop(log);
+        let only = |name: &str| dataset::read(&directory.path().join(name)).unwrap().examples[0].text.user.clone();
+        assert_eq!((only("taken").as_str(), only("rows.jsonl").as_str()), ("first", "third"));
+        assert_eq!(counted(&metrics, "lost"), 0);
     }
 
     #[test]

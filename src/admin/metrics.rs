@@ -179,7 +179,7 @@ impl Now {
         registry.register("ranker_tau", "Rank correlation of scores and lengths, of the pool's worst model", self.tau);
         registry.register(
             "ranker_shadow_tau",
-            "The same for the ranker that serves and its shadow, on answers that both have scored",
+            "Rank correlation of scores and lengths, of the ranker that serves and of its shadow, on answers that both have scored",
             self.shadow_tau,
         );
         registry.register("queue_arrived", "Requests that asked to wait", self.arrived);

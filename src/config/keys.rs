@@ -8,7 +8,7 @@ use super::error::ConfigError;
 use super::parse::parse;
 use super::raw::{self, Leaf};
 use super::snapshot::{TenantLimits, TenantSettings};
-use super::text::Mistake;
+use super::text::{FromText, Mistake};
 use super::validate::{Checker, Environment, Place, is_label};
 use crate::scheduler::Weight;
 use crate::tenancy::KeyHash;
@@ -62,6 +62,10 @@ impl Reader<'_> {
             self.checker.problem(raw.name.text.referenced, &place.key("name"), mistake);
         }
         let weight = self.checker.optional(raw.weight.as_ref(), &place.key("weight"), Weight::ONE);
+        if let Some(models) = raw.models.as_ref().filter(|models| models.value.is_empty()) {
+            let mistake = Mistake::new("the tenant may use no model", "name some, or leave models out for all");
+            self.checker.problem(models.referenced, &place.key("models"), mistake);
+        }
         let models = raw.models.as_ref().map(|models| self.models(&models.value, &place.key("models")));
         let limits = raw.limits.as_ref().map(|limits| self.limits(limits, &place.key("limits"))).unwrap_or_default();
         let keys_place = place.key("keys");
@@ -105,8 +109,12 @@ impl Reader<'_> {
     }
 
     fn limits(&mut self, raw: &raw::TenantLimits, place: &Place) -> TenantLimits {
-        let mut limit =
-            |leaf: &Option<Leaf<u64>>, key: &str| leaf.as_ref().map(|leaf| self.checker.number(Some(leaf), &place.key(key), 1..=MOST, MOST));
+        let mut limit = |leaf: &Option<Leaf<u64>>, key: &str| {
+            self.checker.read_text(&leaf.as_ref()?.text, &place.key(key), |text| match u64::from_text(text)? {
+                limit @ 1..=MOST => Ok(limit),
+                _ => Err(Mistake::new(format!("{text} is out of range"), format!("write 1 to {MOST}, or leave it out for no limit"))),
+            })
+        };
         TenantLimits {
             requests_per_minute: limit(&raw.requests_per_minute, "requests_per_minute"),
             input_tokens_per_minute: limit(&raw.input_tokens_per_minute, "input_tokens_per_minute"),

@@ -62,9 +62,10 @@ fn explain(error: &Error) -> (String, String) {
             (format!("expected {}", plain(expected)), "check the indentation, and that a list item begins with a dash".into())
         }
         Error::AliasError { error, .. } => explain(error),
-        Error::Eof { .. } => {
-            ("the file is empty".into(), "at least pools (a configuration), order (a policy) or workload and fleet (a scenario) must be there".into())
-        }
+        Error::Eof { .. } => (
+            "the file is empty".into(),
+            "at least pools (a configuration), tenants (a keys file), order (a policy) or workload and fleet (a scenario) must be there".into(),
+        ),
         other => {
             // The crate's own words, without the position that the problem already has.
             let whole = other.to_string();

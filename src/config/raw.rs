@@ -29,6 +29,7 @@ pub(super) struct File {
     pub policy: Option<Leaf<String>>,
     pub ranker: Option<Ranker>,
     pub telemetry: Option<Telemetry>,
+    #[serde(default, deserialize_with = "written")]
     pub keys: Option<Keys>,
     pub training_log: Option<TrainingLog>,
     pub state: Option<Leaf<PathBuf>>,
@@ -67,6 +68,11 @@ pub(super) struct Otlp {
     pub endpoint: Leaf<Endpoint>,
     pub sample: Option<Leaf<f64>>,
     pub service_name: Option<Leaf<String>>,
+}
+
+/// A section that must not be empty where its name is written: leaving it empty by mistake would switch off what it stands for.
+fn written<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+    T::deserialize(deserializer).map(Some)
 }
 
 #[derive(Deserialize)]

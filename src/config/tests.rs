@@ -57,7 +57,7 @@ admin: 127.0.0.1:9099
 threads: 3
 policy: fcfs
 state: kept
-training_log: { file: kept/rows.jsonl, max_size: 2MiB }
+training_log: { file: rows.jsonl, max_size: 2MiB }
 edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, half_close: true, headers: false }
 limits: { queue_requests: 10, queue_bytes: 8MiB }
 timeouts: { queue: 30s }
@@ -88,7 +88,7 @@ pools:
     assert_eq!(snapshot.threads, 3);
     assert!(snapshot.state.as_ref().unwrap().ends_with("kept"));
     let log = snapshot.training_log.as_ref().unwrap();
-    assert!(log.file.ends_with("kept/rows.jsonl") && log.max_size == 2 << 20);
+    assert!(log.file.ends_with("rows.jsonl") && log.max_size == 2 << 20);
     assert_eq!(snapshot.policy.name, "fcfs");
     assert_eq!(snapshot.edge.max_body, 1 << 20);
     assert!(snapshot.edge.half_close && !snapshot.edge.headers);

@@ -395,8 +395,18 @@ impl Builder<'_> {
 
     fn training_log(&mut self, raw: &raw::TrainingLog, place: &Place) -> Option<TrainingLogSettings> {
         let file = self.path(&raw.file, &place.key("file"))?;
-        if file.is_dir() {
-            let mistake = Mistake::new(format!("{} is a directory", file.display()), "name a file; it is made if it is missing");
+        let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let same = |other: &PathBuf| file.canonicalize().is_ok_and(|file| other.canonicalize().is_ok_and(|other| other == file));
+        let mistake = if !parent.is_dir() {
+            Some(Mistake::new(format!("the directory {} is not there", parent.display()), "paths are relative to the configuration file"))
+        } else if file.exists() && !file.is_file() {
+            Some(Mistake::new(format!("{} is no regular file", file.display()), "name a file; it is made if it is missing"))
+        } else if self.sources.iter().any(same) {
+            Some(Mistake::new(format!("{} belongs to the configuration", file.display()), "name a file of its own"))
+        } else {
+            None
+        };
+        if let Some(mistake) = mistake {
             self.checker.problem(raw.file.text.referenced, &place.key("file"), mistake);
         }
         let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_TRAINING_LOG);
@@ -476,7 +486,9 @@ impl Builder<'_> {
 
     fn pool(&mut self, raw: &raw::Pool, place: &Place, defaults: &Defaults, urls: &mut BTreeMap<String, Location>) -> Option<Pool> {
         let name = self.checker.read_text(&raw.name.text, &place.key("name"), |text| {
-            if is_label(text) {
+            if text == "other" {
+                Err(Mistake::new("\"other\" is what metrics call everything without a pool", "give it another name"))
+            } else if is_label(text) {
                 Ok(text.to_owned())
             } else {
                 Err(Mistake::new(format!("{text:?} is not a pool name"), "1 to 64 letters, digits, '-', '_' or '.': it becomes a metric label"))

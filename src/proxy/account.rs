@@ -38,8 +38,9 @@ pub struct Account {
     model: String,
     streamed: bool,
     pool: Option<Arc<Pool>>,
-    /// The pool that the model belongs to, where another one took over.
+    /// The pool that the model belongs to, where another one took over, and the model that the latter serves instead.
     fell_from: Option<Arc<Pool>>,
+    instead: Option<String>,
     target: Option<Arc<Target>>,
     queued: Option<Duration>,
     first_token: Option<Duration>,
@@ -52,6 +53,8 @@ pub struct Account {
     attempts: u32,
     prompt_tokens: Option<u32>,
     output_tokens: u32,
+    /// Output tokens that it can have at most: a backend that counts more has miscounted.
+    most_output: Tokens,
     /// The answer said that it ended by itself.
     stopped: bool,
     /// What the ranker that serves said, and the question to its shadow.
@@ -83,6 +86,7 @@ impl Account {
             streamed: false,
             pool: None,
             fell_from: None,
+            instead: None,
             target: None,
             queued: None,
             first_token: None,
@@ -95,6 +99,7 @@ impl Account {
             attempts: 0,
             prompt_tokens: None,
             output_tokens: 0,
+            most_output: Tokens::MAX,
             stopped: false,
             compared: None,
             noted: None,
@@ -142,7 +147,8 @@ impl Account {
     ///
     /// # Errors
     /// The tenant may not use the model, or not now.
-    pub fn admit(&mut self, input: Tokens, most: Option<Tokens>) -> Result<(), Refused> {
+    pub fn admit(&mut self, input: Tokens, most: Tokens) -> Result<(), Refused> {
+        self.most_output = most;
         let Some(tenant) = &self.tenant else { return Ok(()) };
         if !tenant.may_use(&self.model) {
             return Err(Refused::Model(self.model.clone()));
@@ -171,8 +177,9 @@ impl Account {
         self.pool = Some(Arc::clone(pool));
     }
 
-    /// No backend of its pool could serve it: now one of this pool is tried.
-    pub fn falls_back(&mut self, pool: &Arc<Pool>) {
+    /// No backend of its pool could serve it: now one of this pool is tried, whose backends know the model as `upstream`.
+    pub fn falls_back(&mut self, pool: &Arc<Pool>, upstream: &str) {
+        self.instead = Some(upstream.to_owned());
         let before = self.pool.replace(Arc::clone(pool));
         self.fell_from = self.fell_from.take().or(before);
     }
@@ -292,6 +299,9 @@ impl Account {
 
     /// The model as the backends of its pool know it.
     fn upstream_model(&self) -> Option<&str> {
+        if let Some(instead) = &self.instead {
+            return Some(instead);
+        }
         let alias = self.pool.as_ref()?.models.iter().find(|(name, _)| *name == self.model);
         Some(alias.and_then(|(_, upstream)| upstream.as_deref()).unwrap_or(&self.model))
     }
@@ -364,9 +374,10 @@ impl Drop for Account {
             retries: self.attempts.saturating_sub(1),
         };
         if let Some(admission) = admission.filter(|_| self.has_run()) {
-            admission.used(self.prompt_tokens, self.output_tokens);
+            admission.used(self.prompt_tokens, self.output_tokens.min(self.most_output));
         }
-        let is_learnt_from = (noted.is_some() || compared.is_some()) && self.reason == "ok" && self.stopped && self.output_tokens > 0;
+        let is_learnt_from =
+            (noted.is_some() || compared.is_some()) && self.reason == "ok" && self.stopped && (1..=self.most_output).contains(&self.output_tokens);
         if let (true, Some(pool), Some(model)) = (is_learnt_from, &self.pool, self.upstream_model()) {
             if let Some((log, text)) = noted.map(|noted| *noted) {
                 log.note(&pool.name, model, text, self.output_tokens);

@@ -45,7 +45,7 @@ use crate::dispatcher::{Arrival, Permit, Rejection};
 use crate::fleet::{EngineKind, Observation};
 use crate::gateway::{Gateway, Live, Routed, Target};
 use crate::ranker::Opinion;
-use crate::scheduler::{BackendId, Ending, Facts, Reason, Scored, Time, Weight};
+use crate::scheduler::{BackendId, Ending, Facts, Reason, Scored, Time, Tokens, Weight};
 use crate::telemetry::Stage;
 
 /// Bodies longer than this are parsed apart from the threads that serve connections.
@@ -88,8 +88,6 @@ struct Outgoing {
     score: Option<Scored>,
     /// When it was ready to wait.
     arrived: Time,
-    /// The same by no pool's clock.
-    ready: Instant,
     /// How long it may take as a whole, and when that is over.
     total: Duration,
     deadline: Instant,
@@ -191,7 +189,8 @@ impl Proxy {
         account.asks_for(std::mem::take(&mut prompt.model), prompt.stream);
         let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, tenant, account.model()))?;
         account.goes_to(routed.settings);
-        account.admit(prompt.prompt_tokens, if api.is_scored() { prompt.max_output } else { Some(0) })?;
+        let most = if api.is_scored() { most_output(&prompt, routed.settings.limits.max_output) } else { 0 };
+        account.admit(prompt.prompt_tokens, most)?;
 
         // Each pool has a clock of its own.
         let ready = Instant::now();
@@ -202,14 +201,16 @@ impl Proxy {
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
         let total = patience.map_or(routed.settings.timeouts.total, |patience| patience.min(routed.settings.timeouts.total));
         let deadline = after(account.started(), total);
-        let mut outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, ready, total, deadline };
+        let mut outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, total, deadline };
         let mut ended = outgoing.run(&live.snapshot.edge, &routed, account).await;
         let model = account.model().to_owned();
-        for next in live.fallbacks(&routed, &model) {
+        // What another model embeds cannot be compared with what the one asked for embeds.
+        for (next, upstream) in live.fallbacks(&routed, &model, !api.is_scored()) {
             if !ended.as_ref().is_err_and(Failure::is_the_pools) {
                 break;
             }
-            account.falls_back(next.settings);
+            let next = Routed { upstream: (upstream != model).then_some(upstream.as_str()), ..next };
+            account.falls_back(next.settings, &upstream);
             outgoing.arrived = next.pool.dispatcher.at(ready);
             ended = outgoing.run(&live.snapshot.edge, &next, account).await;
         }
@@ -268,7 +269,8 @@ impl Outgoing {
     async fn slot(&self, routed: &Routed<'_>, excluded: &[BackendId], account: &mut Account) -> Result<Permit, Rejection> {
         account.enters(Stage::Queue);
         let asked = Instant::now();
-        let until = routed.settings.timeouts.queue.min(self.deadline.saturating_duration_since(self.ready));
+        // What an attempt took before it failed was no wait in the queue.
+        let until = routed.settings.timeouts.queue.saturating_sub(account.queued()).min(self.deadline.saturating_duration_since(asked));
         let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
             arrived: self.arrived,
             model: routed.model,
@@ -278,7 +280,7 @@ impl Outgoing {
             attained: 0,
             tenant: account.tenant().map(|tenant| tenant.id()),
             weight: account.tenant().map_or(Weight::ONE, |tenant| tenant.settings().weight),
-            expires: self.arrived.after(until),
+            expires: routed.pool.dispatcher.at(asked).after(until),
             bytes: u32::try_from(self.held.bytes.len()).unwrap_or(u32::MAX),
             unscored: !self.api.is_scored(),
             excluded: excluded.to_vec(),
@@ -442,6 +444,13 @@ async fn read_prompt(api: Api, head: &Parts, body: &Bytes) -> Result<Prompt, Bad
         Ok(prompt) => prompt,
         Err(panic) => std::panic::resume_unwind(panic.into_panic()),
     }
+}
+
+/// Output tokens that the answers to a request can have at most.
+fn most_output(prompt: &Prompt, of_the_pool: Tokens) -> Tokens {
+    // The most answers that OpenAI's API gives to one request.
+    const ANSWERS: Tokens = 128;
+    prompt.max_output.unwrap_or(if prompt.single { of_the_pool } else { of_the_pool.saturating_mul(ANSWERS) })
 }
 
 /// Asks the ranker, which answers within its deadline whatever happens.

@@ -46,9 +46,12 @@ pub enum Finish {
 }
 
 impl Seen {
-    /// Output tokens so far.
+    /// Output tokens so far. While an answer goes on, a count in it may be one of its beginning, as Anthropic's streams have it.
     pub fn output(&self) -> Tokens {
-        self.reported.unwrap_or(self.pieces)
+        match self.reported {
+            Some(reported) if self.finish.is_some() || self.done => reported,
+            reported => self.pieces.max(reported.unwrap_or(0)),
+        }
     }
 
     fn usage(&mut self, usage: &Usage) {

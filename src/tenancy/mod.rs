@@ -59,7 +59,7 @@ struct Meters {
 /// Why a tenant's request is not taken. Its text is for the client.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
-    #[error("an API key is required: send it as `authorization: Bearer KEY` or `x-api-key: KEY`")]
+    #[error("an API key is required: send it as `authorization: Bearer KEY`, `x-api-key: KEY` or `api-key: KEY`")]
     NoKey,
     #[error("the API key is not known here")]
     UnknownKey,
@@ -195,14 +195,14 @@ impl Tenant {
     }
 
     /// Takes a request of `input` prompt tokens, by estimate, that may produce at most `most` output tokens. Of these it reserves what is likely: the tenant's
-    /// usual output, if that is less.
+    /// usual output, if that is less. What produces none is not held up by a limit on output.
     ///
     /// # Errors
     /// A limit is reached. Nothing is taken then, of any limit.
-    pub fn admit(self: &Arc<Self>, input: Tokens, most: Option<Tokens>, now: Instant) -> Result<Admission, Refused> {
+    pub fn admit(self: &Arc<Self>, input: Tokens, most: Tokens, now: Instant) -> Result<Admission, Refused> {
         let (meters, limits) = (&self.meters, &self.settings.limits);
         let typical = *meters.typical.lock().unwrap_or_else(PoisonError::into_inner);
-        let output = u64::from(most.unwrap_or(Tokens::MAX)).min(typical.round() as u64).max(1);
+        let output = u64::from(most).min((typical.round() as u64).max(1));
         let held = self.held.fetch_add(1, Ordering::Relaxed);
         // From here on, a drop gives back what was taken so far.
         let mut admission = Admission { tenant: Arc::clone(self), meters: Arc::clone(meters), input: 0, output: 0 };
@@ -215,7 +215,9 @@ impl Tenant {
         };
         take(&meters.input, u64::from(input), What::InputTokens, limits.input_tokens_per_minute)?;
         admission.input = u64::from(input);
-        take(&meters.output, output, What::OutputTokens, limits.output_tokens_per_minute)?;
+        if output > 0 {
+            take(&meters.output, output, What::OutputTokens, limits.output_tokens_per_minute)?;
+        }
         admission.output = output;
         // Last: a request cannot be given back, since it was one whatever became of it.
         take(&meters.requests, 1, What::Requests, limits.requests_per_minute)?;
@@ -365,11 +367,11 @@ mod tests {
         let now = Instant::now();
         let tenancy = Tenancy::new(&[settings("a", "k", limits)], None, now);
         let tenant = tenancy.tenants().next().unwrap();
-        let first = tenant.admit(100, Some(50), now).unwrap();
-        let too_much = tenant.admit(550, Some(50), now).err();
+        let first = tenant.admit(100, 50, now).unwrap();
+        let too_much = tenant.admit(550, 50, now).err();
         assert_eq!(too_much, Some(Refused::Rate { what: What::InputTokens, limit: 600, wait: Duration::from_secs(5) }));
-        let second = tenant.admit(100, None, now).unwrap();
-        assert_eq!(tenant.admit(1, None, now).err(), Some(Refused::Concurrent(2)));
+        let second = tenant.admit(100, Tokens::MAX, now).unwrap();
+        assert_eq!(tenant.admit(1, Tokens::MAX, now).err(), Some(Refused::Concurrent(2)));
         let left = |of: &Option<Allowance>| of.as_ref().unwrap().standing(now).left;
         let meters = &tenant.meters;
         assert_eq!((left(&meters.requests), left(&meters.input), left(&meters.output)), (4, 400, 600 - 50 - 256));
@@ -388,15 +390,21 @@ mod tests {
         let limits = |requests| TenantLimits { requests_per_minute: Some(requests), ..TenantLimits::default() };
         let first = Tenancy::new(&[settings("a", "k", limits(2)), settings("b", "l", limits(2))], None, now);
         let of = |tenancy: &Tenancy, name: &str| Arc::clone(&tenancy.tenants[name]);
-        let held = of(&first, "a").admit(1, None, now).unwrap();
-        of(&first, "b").admit(1, None, now).unwrap();
+        let held = of(&first, "a").admit(1, Tokens::MAX, now).unwrap();
+        of(&first, "b").admit(1, Tokens::MAX, now).unwrap();
         let second =
             Tenancy::new(&[settings("c", "m", limits(2)), settings("a", "new key", limits(2)), settings("b", "l", limits(1))], Some(&first), now);
         assert_eq!(of(&second, "a").id(), of(&first, "a").id());
         assert_eq!(second.tenants().map(|tenant| tenant.id()).collect::<std::collections::BTreeSet<_>>().len(), 3);
         assert_eq!(of(&second, "a").held(), 1);
-        assert!(of(&second, "a").admit(1, None, now).is_ok() && of(&second, "a").admit(1, None, now).is_err(), "one of two was taken before");
-        assert!(of(&second, "b").admit(1, None, now).is_ok() && of(&second, "b").admit(1, None, now).is_err(), "another limit is another bucket");
+        assert!(
+            of(&second, "a").admit(1, Tokens::MAX, now).is_ok() && of(&second, "a").admit(1, Tokens::MAX, now).is_err(),
+            "one of two was taken before"
+        );
+        assert!(
+            of(&second, "b").admit(1, Tokens::MAX, now).is_ok() && of(&second, "b").admit(1, Tokens::MAX, now).is_err(),
+            "another limit is another bucket"
+        );
         assert!(second.who(&headers("x-api-key", "k")).is_err(), "the old key is gone");
         drop(held);
         assert_eq!(of(&second, "a").held(), 0);
@@ -412,7 +420,7 @@ mod tests {
         };
         let tenancy = Tenancy::new(&[settings("a", "k", limits)], None, Instant::now());
         let tenant = tenancy.tenants().next().unwrap();
-        let _admission = tenant.admit(100, Some(300), Instant::now()).unwrap();
+        let _admission = tenant.admit(100, 300, Instant::now()).unwrap();
         let mut headers = HeaderMap::new();
         tenant.explain(&mut headers);
         let shown: Vec<(&str, &str)> = headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();

@@ -1,5 +1,7 @@
 """Pools that take over when no backend of a request's own pool can serve it."""
 
+import json
+
 from processes import free_port, metric, pool
 from scripted import gate
 from wire import Call, chat, error, post
@@ -32,6 +34,43 @@ def test_a_backend_that_breaks_before_its_first_byte_is_a_reason(launch):
     assert post(gateway, chat(model="large")).status_code == 200
     assert len(broken.exchanges) == 1
     assert len(small.exchanges) == 1
+
+
+def test_a_pool_that_takes_any_model_serves_one_that_it_has(launch):
+    any_model = launch.backend(models=("other",))
+    pools = [pool("large", dead(), fallback=["any"]), {"name": "any", "backends": [{"url": any_model.url}]}]
+    rows = launch.folder / "rows.jsonl"
+    gateway = launch.gateway(*pools, training_log={"file": str(rows)}).healthy(1, "any")
+    assert post(gateway, chat(model="large")).status_code == 200
+    assert any_model.exchange(0).json["model"] == "other"
+    gateway.until(lambda: rows.read_text(), "its length is noted")
+    assert json.loads(rows.read_text())["lens"] == {"other": 1}, "for the model that answered"
+
+
+def test_only_the_same_model_embeds_for_another_pool(launch):
+    small, same = launch.backend(models=("small",)), launch.backend(models=("inner",))
+    pools = [pool("large", dead(), fallback=["small"]), pool("small", small, name="small")]
+    gateway = launch.gateway(*pools).healthy(1, "small")
+    body = {"model": "large", "input": "x"}
+    assert post(gateway, body, path="/v1/embeddings").status_code in (502, 503)
+    assert not small.exchanges
+    # A pool that takes any model, and has this one.
+    gateway.write(pools=[pool("inner", dead(), fallback=["any"]), {"name": "any", "backends": [{"url": same.url}]}])
+    assert gateway.reload().status_code == 200
+    gateway.healthy(1, "any")
+    assert post(gateway, {"model": "inner", "input": "x"}, path="/v1/embeddings").status_code == 200
+
+
+def test_an_attempt_that_took_long_was_no_wait_in_the_queue(launch):
+    def slow_and_broken(exchange):
+        exchange.released.wait(1.2)  # longer than anybody may wait in the queue
+        exchange.reset()
+
+    large, small = launch.backend(slow_and_broken, models=("large",)), launch.backend(models=("small",))
+    pools = [pool("large", large, fallback=["small"]), pool("small", small, name="small")]
+    gateway = launch.gateway(*pools, timeouts={"queue": "1s"}).healthy(1).healthy(1, "small")
+    answer = post(gateway, chat(model="large"))
+    assert answer.status_code == 200, answer.text
 
 
 def test_a_full_queue_and_a_refusal_are_none(launch):

@@ -130,7 +130,10 @@ def test_a_log_that_cannot_be_kept_is_refused_with_its_place(launch):
     gateway = launch.gateway(pool("sim", launch.backend()))
     gateway.write(training_log={"file": "not/there/rows.jsonl"})
     answer = gateway.reload()
-    assert answer.status_code == 409
-    assert "training_log.file" in answer.text
-    assert "not/there/rows.jsonl" in answer.text
+    assert answer.status_code == 422
+    [problem] = answer.json()["error"]["problems"]
+    assert problem["field"] == "training_log.file"
+    assert "not/there is not there" in problem["message"]
+    gateway.write(training_log={"file": gateway.file.name})
+    assert "belongs to the configuration" in gateway.reload().text
     assert post(gateway, chat()).status_code == 200
