@@ -132,6 +132,7 @@ fn any_policy() -> impl Strategy<Value = Policy> {
         Just(Gamma::Adaptive),
         Just(Gamma::Target(Target::Mean)),
         Just(Gamma::Target(Target::Balanced)),
+        (1u64..60).prop_map(|seconds| Gamma::Ttft(Duration::from_secs(seconds))),
         (0.001f64..10.0).prop_map(Gamma::Fixed),
     ];
     let share = prop::sample::select(vec![0.0, 0.1, 0.25, 0.5, 0.75, 1.0]);

@@ -6,15 +6,9 @@ use headway::engine::Profile;
 use headway::scheduler::{Gamma, Limits, MaxOvertake, Mode, Order, Policy, PolicyParts, Target};
 use headway::simulator::{Arrivals, Dispatch, Length, Member, Part, Run, Scores, Setup, Workload, capacity, run};
 
-fn gateway(order: Order, target: Target) -> Dispatch {
-    let parts = PolicyParts {
-        order,
-        gamma: Gamma::Target(target),
-        max_overtake: MaxOvertake::Auto,
-        aging_threshold: Duration::from_secs(120),
-        aging_share: 0.1,
-        overload: true,
-    };
+fn gateway(order: Order, gamma: Gamma) -> Dispatch {
+    let parts =
+        PolicyParts { order, gamma, max_overtake: MaxOvertake::Auto, aging_threshold: Duration::from_secs(120), aging_share: 0.1, overload: true };
     let limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, max_output: 32_768 };
     Dispatch::Gateway { policy: Policy::new(parts).expect("the parts fit"), limits }
 }
@@ -32,15 +26,15 @@ fn workload(requests: usize, arrivals: Arrivals, load: f64) -> Workload {
     workload
 }
 
-fn play(workload: &Workload, order: Order, target: Target) -> Run {
-    let setup = Setup { look: Duration::from_secs(5), ..Setup::new(fleet(), gateway(order, target)) };
+fn play(workload: &Workload, order: Order, gamma: Gamma) -> Run {
+    let setup = Setup { look: Duration::from_secs(5), ..Setup::new(fleet(), gateway(order, gamma)) };
     run(&setup, workload, 1).unwrap_or_else(|broken| panic!("{broken}"))
 }
 
 #[test]
 fn targets_are_three_points_between_the_mean_and_the_tail() {
     let workload = workload(3_000, Arrivals::Gamma { cv: 6.0 }, 0.85);
-    let figures = |order, target| play(&workload, order, target).figures(0.0);
+    let figures = |order, target| play(&workload, order, Gamma::Target(target)).figures(0.0);
     let arrival = figures(Order::Fcfs, Target::Tail).ttlt;
     let [mean, balanced, tail] = [Target::Mean, Target::Balanced, Target::Tail].map(|target| {
         let figures = figures(Order::Headway, target);
@@ -63,7 +57,7 @@ fn gamma_settles_after_a_step_of_the_load() {
     }
     let late = workload.jobs[step - 1].after.saturating_sub(workload.jobs[step].after);
     workload.jobs[step..].iter_mut().for_each(|job| job.after += late);
-    let run = play(&workload, Order::Headway, Target::Mean);
+    let run = play(&workload, Order::Headway, Gamma::Target(Target::Mean));
     let last = workload.jobs.last().map_or(0.0, |job| job.after.as_secs_f64());
     let begun = workload.jobs[step].after.as_secs_f64();
     let from = begun + (last - begun) / 3.0;
@@ -81,4 +75,19 @@ fn gamma_settles_after_a_step_of_the_load() {
     println!("{} looks, {turns} turns, {least} to {most}", settled.len());
     assert!(settled.len() > 50 && turns * 20 < settled.len(), "{turns} turns in {} looks: {settled:?}", settled.len());
     assert!(run.moments.iter().all(|moment| moment.mode == Some(Mode::Normal)));
+}
+
+/// An objective that arrival order meets with room to spare buys mean; one that nothing meets is as near the tail as the tail's own target.
+#[test]
+fn an_objective_for_ttft_spends_what_it_leaves_on_the_mean() {
+    let workload = workload(6_000, Arrivals::Gamma { cv: 3.0 }, 0.95);
+    let figures = |gamma| play(&workload, Order::Headway, gamma).figures(0.2);
+    let tail = figures(Gamma::Target(Target::Tail));
+    let within = |factor: f64| figures(Gamma::Ttft(Duration::from_secs_f64(factor * tail.ttft.p99)));
+    let (wide, narrow, none) = (within(3.0), within(1.1), within(0.05));
+    let shown = [&tail, &wide, &narrow, &none].map(|figures| (figures.ttlt.mean, figures.ttft.p99));
+    assert!(wide.ttlt.mean < 0.95 * narrow.ttlt.mean && narrow.ttlt.mean < 0.95 * tail.ttlt.mean, "{shown:?}");
+    // A burst is over before a 99th percentile shows it.
+    assert!(wide.ttft.p99 < 3.0 * tail.ttft.p99 && narrow.ttft.p99 < 1.25 * 1.1 * tail.ttft.p99, "{shown:?}");
+    assert!(none.ttft.p99 < 1.1 * tail.ttft.p99, "{shown:?}");
 }

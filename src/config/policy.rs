@@ -111,11 +111,23 @@ fn build(name: &str, file: &Path, text: &str) -> Result<NamedPolicy, ConfigError
                 Ok(gamma) if gamma > 0.0 => Ok(Gamma::Fixed(gamma)),
                 _ => Err(Mistake::new(
                     format!("{text:?} is not a gamma"),
-                    "write adaptive, a rate in 1/s such as 0.02, or { target: mean | balanced | tail }",
+                    "write adaptive, a rate in 1/s such as 0.02, { target: mean | balanced | tail } or { ttft_p99: 2s }",
                 )),
             },
         }),
-        Some(raw::TextOr::Long(long)) => checker.read(&long.target, &root.key("gamma").key("target")).map(Gamma::Target),
+        Some(raw::TextOr::Long(raw::Gamma { target: Some(target), ttft_p99: None })) => {
+            checker.read(target, &root.key("gamma").key("target")).map(Gamma::Target)
+        }
+        Some(raw::TextOr::Long(raw::Gamma { target: None, ttft_p99: Some(objective) })) => {
+            checker.read(objective, &root.key("gamma").key("ttft_p99")).map(Gamma::Ttft)
+        }
+        Some(raw::TextOr::Long(raw::Gamma { target, .. })) => {
+            let both = target.is_some();
+            let at = target.as_ref().map_or(raw.order.text.referenced, |target| target.text.referenced);
+            let message = if both { "target and ttft_p99 are both written" } else { "says neither target nor ttft_p99" };
+            checker.problem(at, &root.key("gamma"), Mistake::new(message, "write { target: mean | balanced | tail } or { ttft_p99: 2s }"));
+            None
+        }
     };
     let max_overtake = match &raw.max_overtake {
         None => Some(MaxOvertake::Auto),

@@ -202,7 +202,8 @@ pub(super) struct Policy {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Gamma {
-    pub target: Leaf<Target>,
+    pub target: Option<Leaf<Target>>,
+    pub ttft_p99: Option<Leaf<Duration>>,
 }
 
 #[derive(Deserialize)]

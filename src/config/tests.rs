@@ -1,10 +1,11 @@
 //! Whole files in, snapshots or problems out.
 
 use std::fs;
+use std::time::Duration;
 
 use super::*;
 use crate::fleet::EngineKind;
-use crate::scheduler::Slots;
+use crate::scheduler::{Gamma, Slots};
 
 fn environment(name: &str) -> Option<String> {
     match name {
@@ -276,6 +277,17 @@ fn a_mistake_in_a_policy_file_is_reported_there_and_once() {
     assert_eq!((problem.position.unwrap().0, problem.field.as_str()), (2, "aging.share"));
     let error = load_text(text, &[("mine.yaml", "order: headway\naging: { share: 1.5 }\n")]).unwrap_err();
     assert!(error.to_string().contains("0 to 1"), "{error}");
+    for (gamma, said) in [
+        ("{ target: mean, ttft_p99: 2s }", "gamma: target and ttft_p99 are both written"),
+        ("{}", "gamma: says neither target nor ttft_p99"),
+        ("{ ttft_p99: soon }", "gamma.ttft_p99"),
+        ("{ ttft_p99: 0s }", "longer than 0"),
+    ] {
+        let error = load_text(text, &[("mine.yaml", &format!("order: headway\ngamma: {gamma}\n"))]).unwrap_err();
+        assert!(error.to_string().contains(said), "{gamma}: {error}");
+    }
+    let snapshot = load_text(text, &[("mine.yaml", "order: headway\ngamma: { ttft_p99: 2s }\n")]).unwrap();
+    assert_eq!(snapshot.policy.policy.gamma(), Gamma::Ttft(Duration::from_secs(2)));
     let error = load_text(text, &[("mine.yaml", "order: oracle-sjf\n")]).unwrap_err();
     assert!(error.to_string().contains("only a simulation knows"), "{error}");
 }

@@ -39,6 +39,7 @@ impl Scheduler {
         if self.now >= self.next_learning {
             self.next_learning = self.now.after(LEARN);
             self.gamma.update(self.mix.service(self.pool_speed()));
+            self.gamma.aim(&self.policy);
             let running = self.running.iter().map(|&slot| self.table.get(slot));
             let moved = self.calibration.refresh(running, self.expiries.is_empty());
             let next = self.next_keying();

@@ -16,6 +16,12 @@ const RANGE: (f64, f64) = (0.001, 2.0);
 const INERTIA: f64 = 0.7;
 /// What the slope is multiplied with to prefer the mean: the other end of the range in which tail is traded for mean smoothly.
 const TOWARDS_MEAN: f64 = 0.13;
+/// First tokens whose 99th percentile is compared with an objective.
+const FIRSTS: usize = 500;
+/// How far gamma moves, as a share of its way between shortest first and the tail, when first tokens are later than an objective; and back when they are well below.
+const STEPS: (f64, f64) = (0.05, -0.01);
+/// What is well below an objective.
+const WELL_BELOW: f64 = 0.8;
 /// B times gamma: a shorter bound flattens the order to arrival.
 pub(super) const BOUND: f64 = 4.0;
 
@@ -27,9 +33,41 @@ pub(crate) struct GammaAda {
     /// Whether `times` changed since the last update.
     fresh: bool,
     slope: Option<f64>,
+    /// Seconds from arrival to the first token, oldest first.
+    firsts: VecDeque<f32>,
+    /// Where an objective has gamma: 0 is shortest first, 1 what the tail says.
+    lean: Option<f64>,
 }
 
 impl GammaAda {
+    /// An answer has begun, this many seconds after its request arrived.
+    pub fn begun(&mut self, seconds: f64) {
+        if self.firsts.len() >= FIRSTS {
+            self.firsts.pop_front();
+        }
+        self.firsts.push_back(seconds as f32);
+    }
+
+    /// Moves gamma towards an objective; to be called every five seconds.
+    pub fn aim(&mut self, policy: &Policy) {
+        let Gamma::Ttft(objective) = policy.gamma() else { return };
+        if self.firsts.len() < ENOUGH {
+            return;
+        }
+        let mut firsts: Vec<f32> = self.firsts.iter().copied().collect();
+        let rank = (firsts.len() * 99).div_ceil(100) - 1;
+        let p99 = f64::from(*firsts.select_nth_unstable_by(rank, f32::total_cmp).1);
+        let objective = objective.as_secs_f64();
+        let step = if p99 > objective {
+            STEPS.0
+        } else if p99 < WELL_BELOW * objective {
+            STEPS.1
+        } else {
+            0.0
+        };
+        self.lean = Some((self.lean.unwrap_or(0.5) + step).clamp(0.0, 1.0));
+    }
+
     /// An answer is complete, this many seconds after its request arrived.
     pub fn completed(&mut self, seconds: f64) {
         if self.times.len() >= TIMES {
@@ -76,7 +114,7 @@ impl GammaAda {
     pub fn reach(&self, policy: &Policy, mean_work: f64) -> f64 {
         match policy.gamma() {
             Gamma::Fixed(_) => 0.0,
-            Gamma::Adaptive | Gamma::Target(_) => BOUND / clamp(self.slope.unwrap_or(START / mean_work) * TOWARDS_MEAN, mean_work),
+            Gamma::Adaptive | Gamma::Target(_) | Gamma::Ttft(_) => BOUND / clamp(self.slope.unwrap_or(START / mean_work) * TOWARDS_MEAN, mean_work),
         }
     }
 
@@ -88,6 +126,10 @@ impl GammaAda {
             Gamma::Adaptive | Gamma::Target(Target::Tail) => clamp(slope, mean_work),
             Gamma::Target(Target::Balanced) => clamp(slope * TOWARDS_MEAN.sqrt(), mean_work),
             Gamma::Target(Target::Mean) => clamp(slope * TOWARDS_MEAN, mean_work),
+            Gamma::Ttft(_) => {
+                let (shortest, tail) = (RANGE.0 / mean_work, clamp(slope, mean_work));
+                (shortest.ln() + self.lean.unwrap_or(0.5) * (tail / shortest).ln()).exp()
+            }
         };
         match policy.max_overtake() {
             MaxOvertake::Auto => gamma,
@@ -207,6 +249,23 @@ mod tests {
             super::super::Scheduler::new(Policy::new(parts).unwrap(), limits, 1).view().gamma
         };
         assert_eq!(gamma(Order::Uniboost), gamma(Order::Headway));
+    }
+
+    #[test]
+    fn an_objective_moves_it_between_shortest_first_and_the_tail() {
+        let objective = policy(Gamma::Ttft(Duration::from_secs(10)), MaxOvertake::Auto);
+        let mut ada = GammaAda { slope: Some(0.1), ..GammaAda::default() };
+        let middle = (0.001f64 * 0.1).sqrt();
+        assert!((ada.gamma(&objective, 1.0) / middle - 1.0).abs() < 1e-9);
+        let mut aim = |seconds: f64, times: usize| {
+            (0..FIRSTS).for_each(|_| ada.begun(seconds));
+            (0..times).for_each(|_| ada.aim(&objective));
+            ada.gamma(&objective, 1.0)
+        };
+        assert!((aim(11.0, 2) / (middle * 10.0f64.powf(0.2)) - 1.0).abs() < 1e-9, "a tenth of the way to the tail");
+        assert!((aim(9.0, 50) / (middle * 10.0f64.powf(0.2)) - 1.0).abs() < 1e-9, "near the objective it stays");
+        assert!((aim(7.0, 10) / middle - 1.0).abs() < 1e-9, "and slowly back");
+        assert!((aim(99.0, 50) / 0.1 - 1.0).abs() < 1e-9 && (aim(0.0, 200) / 0.001 - 1.0).abs() < 1e-9);
     }
 
     #[test]

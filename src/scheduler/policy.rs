@@ -42,6 +42,8 @@ pub enum Gamma {
     Fixed(f64),
     /// From the slope, scaled towards the mean or the tail.
     Target(Target),
+    /// As small, and with it the mean, as leaves the 99th percentile of TTFT at this.
+    Ttft(Duration),
 }
 
 /// Which end of the mean-against-tail front to prefer.
@@ -91,6 +93,8 @@ pub struct PolicyParts {
 pub enum PolicyError {
     #[error("gamma is a rate in 1/s: {0} is not greater than 0")]
     Gamma(f64),
+    #[error("gamma.ttft_p99 must be longer than 0")]
+    Ttft,
     #[error("max_overtake is {}s and gamma {gamma}: together they flatten the order to arrival; gamma must be at least 4 / max_overtake", within.as_secs_f64())]
     Flat { gamma: f64, within: Duration },
     #[error("max_overtake must be longer than 0")]
@@ -112,6 +116,9 @@ impl Policy {
             && !(rate.is_finite() && rate > 0.0)
         {
             return Err(PolicyError::Gamma(rate));
+        }
+        if gamma == Gamma::Ttft(Duration::ZERO) {
+            return Err(PolicyError::Ttft);
         }
         if let MaxOvertake::Within(within) = max_overtake {
             if within.is_zero() {
@@ -193,6 +200,7 @@ mod tests {
         for rate in [0.0, -1.0, f64::INFINITY] {
             assert_eq!(why(PolicyParts { gamma: Gamma::Fixed(rate), ..good.clone() }), Some(PolicyError::Gamma(rate)));
         }
+        assert_eq!(why(PolicyParts { gamma: Gamma::Ttft(Duration::ZERO), ..good.clone() }), Some(PolicyError::Ttft));
         let short = Duration::from_secs(39);
         let within = |within, gamma| PolicyParts { max_overtake: MaxOvertake::Within(within), gamma, ..good.clone() };
         assert_eq!(why(within(short, good.gamma)), Some(PolicyError::Flat { gamma: 0.1, within: short }));

@@ -29,6 +29,9 @@ impl Scheduler {
         entry.at_most = entry.at_most.max(output.saturating_add(left));
 
         let prompt = if produced == 0 { entry.uncached() } else { 0 };
+        if produced == 0 {
+            self.gamma.begun(self.now.since(entry.arrived).as_secs_f64());
+        }
         let backend = &mut self.backends[entry.backend as usize];
         backend.running.subtract(prompt, remaining);
         backend.running.add(0, left);

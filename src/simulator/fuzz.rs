@@ -80,7 +80,8 @@ fn policy(random: &mut Random) -> Policy {
     let max_overtake = if random.chance(0.6) { MaxOvertake::Auto } else { MaxOvertake::Within(within) };
     let least = if max_overtake == MaxOvertake::Auto { 1e-3 } else { 4.0 / within.as_secs_f64() * (1.0 + 1e-9) };
     let gamma = match random.below(5) {
-        0 | 1 => Gamma::Adaptive,
+        0 => Gamma::Adaptive,
+        1 => Gamma::Ttft(seconds(0.05 + 5.0 * random.unit())),
         2 => Gamma::Target(random.pick(&[Target::Mean, Target::Balanced, Target::Tail])),
         _ => Gamma::Fixed(least * (10_f64).powf(3.0 * random.unit())),
     };
