@@ -74,7 +74,7 @@ impl Contender {
     }
 }
 
-/// The standard deviation of the logarithm of TRAIL's predictions, and the share of its predicted output until which a request gives way (0.8 in the paper).
+/// The standard deviation of the logarithm of TRAIL's predictions, and the share of its predicted output until which a request gives way.
 const TRAIL: (f64, f64) = (0.5, 0.8);
 
 /// The orders inside an engine, by name; those that boost at this gamma, or following the tail.
