@@ -219,7 +219,8 @@ macro_rules! multiply_in_tiles {
                     } else {
                         &mut y[..WIDTH]
                     };
-                    let [low, high] = [to.as_mut_ptr(), to[$lanes..].as_mut_ptr()];
+                    let low = to.as_mut_ptr();
+                    let high = low.wrapping_add($lanes);
                     // SAFETY: `to` is two vectors long.
                     unsafe {
                         let [before, after] = if add { [$load(low), $load(high)] } else { [$zero(); 2] };
