@@ -583,3 +583,38 @@ fn the_longest_context_bounds_prompts_as_soon_as_it_is_known() {
     assert!((short.longest_work - 100.0 * short.speed.prompt).abs() < 1e-9, "{}", short.longest_work);
     assert!((long.longest_work - 200.0 * long.speed.prompt).abs() < 1e-9, "{}", long.longest_work);
 }
+
+#[test]
+fn a_refused_client_comes_back_when_some_of_the_queue_has_drained() {
+    let mut pool = overloaded(Order::Fcfs);
+    let waiting = pool.scheduler.view().waiting;
+    let limits = Limits { queue_requests: waiting, queue_bytes: 1 << 30, max_output: 4096 };
+    pool.released(Event::LimitsChanged(limits));
+    // A tenth of 118 s.
+    let refused = pool.rejected(Event::Arrived(heavy(1000))).unwrap();
+    assert!(matches!(refused, (Reason::QueueFull, 11..=13)), "{refused:?}");
+    pool.released(Event::LimitsChanged(Limits { queue_requests: 10_000, queue_bytes: pool.scheduler.view().waiting_bytes, ..limits }));
+    let refused = pool.rejected(Event::Arrived(heavy(1001))).unwrap();
+    assert!(matches!(refused, (Reason::QueueBytes, 11..=13)), "{refused:?}");
+
+    // A sibling takes half of it; without any backend a client looks again after some seconds.
+    let alone = pool.scheduler.view().backlog;
+    pool.backend(1, slots(0));
+    let together = pool.scheduler.view().backlog;
+    assert!((together * 2.0 / alone - 1.0).abs() < 0.05, "{together} of {alone}");
+    let mut empty = Pool::new(policy(Order::Headway, 0.0), 1);
+    assert_eq!(empty.rejected(Event::Arrived(request(1))), Some((Reason::NoHealthyBackend, 5)));
+}
+
+#[test]
+fn a_backend_that_turns_out_too_small_loses_what_waits_for_it() {
+    let mut pool = Pool::busy(policy(Order::Headway, 0.0));
+    pool.arrive(prompt(1, 300));
+    let small = BackendState { context_tokens: Some(200), ..slots(1) };
+    pool.backend(1, BackendState { context_tokens: Some(1000), ..slots(0) });
+    pool.backend(0, small);
+    assert_eq!(pool.scheduler.view().counters.placed_again, 1);
+    assert_eq!(pool.released(Event::Finished(RequestId(0), Ending::Refused)), [], "it idles rather than takes what it cannot hold");
+    assert_eq!(pool.arrive(prompt(2, 50)), [(2, 0)]);
+    assert_eq!(pool.backend(1, BackendState { context_tokens: Some(1000), ..slots(1) }), [(1, 1)]);
+}

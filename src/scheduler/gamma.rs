@@ -179,10 +179,10 @@ mod tests {
     #[test]
     fn the_slope_is_that_between_two_percentiles() {
         let mut ada = GammaAda::default();
-        // In an order of their own: 1 to 200.
-        (0..200).for_each(|n| ada.completed(f64::from(n * 77 % 200 + 1)));
+        // The squares of 1 to 200, in an order of their own.
+        (0..200).for_each(|n| ada.completed(f64::from(n * 77 % 200 + 1).powi(2)));
         ada.update(1.0);
-        let slope = 5f64.ln() / (198.0 - 190.0);
+        let slope = 5f64.ln() / f64::from(198 * 198 - 190 * 190);
         let expected = (INERTIA * START.ln() + (1.0 - INERTIA) * slope.ln()).exp();
         assert!((ada.slope().unwrap() / expected - 1.0).abs() < 1e-9, "{:?} for {expected}", ada.slope());
     }
