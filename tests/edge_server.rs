@@ -390,7 +390,10 @@ async fn heads_have_limits() {
     let mut later = server.connect().await;
     later.write_all(b"GET /one HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     read_until(&mut later, "/one").await;
-    tokio::time::sleep(Duration::from_millis(500)).await;
+    // When this one's time is over, so would be that of the head which the idle connection has not begun.
+    let mut beside = server.connect().await;
+    beside.write_all(b"GET / HT").await.unwrap();
+    assert_eq!(read_to_end(&mut beside).await, "");
     later.write_all(b"GET /two HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     read_until(&mut later, "/two").await;
     later.write_all(b"GET /thr").await.unwrap();

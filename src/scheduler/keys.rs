@@ -161,11 +161,10 @@ impl Mix {
 mod tests {
     use std::time::Duration;
 
-    use super::super::event::{ModelId, Request, RequestId};
+    use super::super::event::Request;
     use super::super::policy::{Gamma, PolicyParts};
     use super::super::queue::Place;
     use super::super::score::Weight;
-    use super::super::time::Time;
     use super::*;
 
     fn keying(order: Order, overload: bool) -> Keying {
@@ -183,23 +182,7 @@ mod tests {
     }
 
     fn entry(weight: f64) -> Entry {
-        let request = Request {
-            id: RequestId(1),
-            arrived: Time::from_micros(7_000_000),
-            model: ModelId(0),
-            score: None,
-            prompt_tokens: 10,
-            max_output: None,
-            attained: 0,
-            weight: Weight::new(weight).unwrap(),
-            expires: Time::MAX,
-            bytes: 0,
-            unscored: false,
-            excluded: Vec::new(),
-            tenant: None,
-            prefix: None,
-            oracle_output: None,
-        };
+        let request = Request { weight: Weight::new(weight).unwrap(), ..super::super::tests::request(1, 7_000_000) };
         let mut entry = Entry::new(&request, Place::new(0, 0));
         entry.expected = 100;
         entry
