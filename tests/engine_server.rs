@@ -409,6 +409,10 @@ async fn it_says_about_itself_what_vllm_says() {
         held.push(post(&server, "/v1/chat/completions", &[], &body).await.expect("answered"));
     }
     until(&server, "running", |state| (&state["running"], &state["waiting"]) == (&json!(2), &json!(1))).await;
+    // A prompt counts once it is computed.
+    for response in &mut held[..2] {
+        response.body_mut().frame().await.expect("a first token").expect("data");
+    }
     let metrics = get(&server, "/metrics").await.1;
     let value = |name: &str| -> f64 {
         let prefix = format!("{name}{{engine=\"0\",model_name=\"m\"");
