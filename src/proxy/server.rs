@@ -283,24 +283,27 @@ impl<H: Handler> App<H> {
 async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, mut phase: watch::Receiver<Phase>) {
     // One that came while the server was closing gets one answer and ends with it.
     let mut told = *phase.borrow() >= Phase::Closing;
-    let (mut closes, mut cuts) = (phase.clone(), phase.clone());
+    let mut changes = phase.clone();
     let mut connection = pin!(connection);
-    let mut closing = pin!(closes.wait_for(|phase| *phase >= Phase::Closing));
-    let mut cutting = pin!(cuts.wait_for(|phase| *phase == Phase::Cutting));
-    // The first look leaves a waker; later ones are worth their locks only after a change.
-    let mut look = true;
-    let mut cut = false;
-    std::future::poll_fn(|cx| {
+    // It is only there to wake this task: it may hear of a change later than the value shows it.
+    let mut watching = pin!(async {
+        while changes.changed().await.is_ok() {}
         // The sender outlives every connection.
-        look |= phase.has_changed().unwrap_or(true);
-        if std::mem::take(&mut look) {
-            phase.mark_unchanged();
-            if !told && closing.as_mut().poll(cx).is_ready() {
+        std::future::pending::<()>().await
+    });
+    // The first look leaves a waker; later ones are worth their locks only once something has changed, and then at every turn, for the next change.
+    let mut look = true;
+    std::future::poll_fn(|cx| {
+        if look || phase.has_changed().unwrap_or(true) {
+            // First: a change behind this point wakes, one before it shows in the value.
+            _ = watching.as_mut().poll(cx);
+            let now = *phase.borrow_and_update();
+            look = now != Phase::Serving;
+            // It is the handler that cuts; there the connection only has to look.
+            if !told && now >= Phase::Closing {
                 told = true;
                 connection.as_mut().graceful_shutdown();
             }
-            // It is the handler that cuts; here the connection only has to look.
-            cut = cut || cutting.as_mut().poll(cx).is_ready();
         }
         // How a connection ended says nothing that its requests have not said.
         if connection.as_mut().poll(cx).is_ready() {
