@@ -16,7 +16,7 @@ fn text(bytes: &[u8]) -> String {
 
 /// A scenario small enough for a debug build.
 const SMALL: &str = "
-workload: { requests: 300, prompt: { median: 100, sigma: 0.5 }, output: { median: 40, sigma: 1.0, longest: 400 }, load: 0.9, scores: { tau: 0.5 } }
+workload: { requests: 300, prompt: { median: 100, sigma: 0.5 }, output: { median: 40, sigma: 1.0, longest: 400 }, load: 0.9, scores: { tau: 0.5 }, tenants: [{ name: chat }, { name: batch, flood: 60, at: 2s }] }
 fleet: [{ engine: small, sequences: 8 }, { engine: medium, sequences: 4 }]
 policies: [round-robin, least-loaded, fcfs, sjf, headway, oracle-boost]
 gammas: [0.1, 1]
@@ -32,16 +32,32 @@ fn reports_compare_policies_on_the_same_requests() {
     let output = reports();
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
-    for name in ["round-robin", "least-loaded", "fcfs", "sjf", "headway", "oracle-boost", "headway@0.1", "headway@1", "p99.9", "overtaken"] {
+    for name in [
+        "round-robin",
+        "least-loaded",
+        "fcfs",
+        "sjf",
+        "headway",
+        "oracle-boost",
+        "headway@0.1",
+        "headway@1",
+        "p99.9",
+        "overtaken",
+        "Jain",
+        "headway, batch",
+    ] {
         assert!(table.contains(name), "{name} in {table}");
     }
 
     let report: serde_json::Value = serde_json::from_str(&fs::read_to_string(&json).unwrap()).unwrap();
-    assert_eq!((report["seed"].as_u64(), report["requests"].as_u64()), (Some(5), Some(300)));
+    assert_eq!((report["seed"].as_u64(), report["requests"].as_u64()), (Some(5), Some(360)));
     let runs = report["runs"].as_array().unwrap();
     assert_eq!(runs.len(), 8);
     for run in runs {
-        assert_eq!(run["ttlt_seconds"]["count"].as_u64(), Some(300), "{}", run["policy"]);
+        assert_eq!(run["ttlt_seconds"]["count"].as_u64(), Some(360), "{}", run["policy"]);
+        let tenants = run["tenants"].as_array().unwrap();
+        assert!(tenants[0]["tenant"] == "chat" && tenants[1]["ttlt_seconds"]["count"].as_u64() == Some(60), "{tenants:?}");
+        assert!((0.5..=1.0).contains(&run["jain"].as_f64().unwrap()), "{}", run["jain"]);
         assert_eq!(run["unanswered"].as_u64(), Some(0), "{}", run["policy"]);
     }
     // The same requests, so the same tokens.
@@ -97,5 +113,5 @@ fn shipped_scenarios_are_valid() {
         assert!(text(&output.stderr).contains("there is no policy \"no-such-policy\""), "{}: {}", path.display(), text(&output.stderr));
         found += 1;
     }
-    assert!(found >= 7);
+    assert!(found >= 8);
 }

@@ -1,9 +1,10 @@
 //! What became of each request, and what is said about all of them together.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::engine;
-use crate::scheduler::{Counters, Mode, Reason, Time, Tokens};
+use crate::scheduler::{Counters, Mode, Reason, TenantId, Time, Tokens};
 
 /// How a client's request ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +26,7 @@ pub enum End {
 pub struct Answer {
     /// Index of the job.
     pub job: u32,
+    pub tenant: Option<TenantId>,
     pub arrived: Time,
     /// When it first went to a backend.
     pub released: Option<Time>,
@@ -86,6 +88,9 @@ pub struct Run {
     /// The largest share of B by which a request was overtaken in its own queue, weights taken into account: 1 is all that is promised. 0 unless everything was
     /// checked.
     pub reached: f64,
+    /// How evenly tenants were served, 1/n to 1: the mean over minutes of Jain's index of what each got over its max-min fair share. `None` where no two tenants
+    /// asked for anything at once.
+    pub jain: Option<f64>,
     /// Sequences in iterations, summed over all engines: what simulated work is measured in.
     pub request_iterations: u64,
     /// Events that the scheduler was told.
@@ -127,6 +132,18 @@ impl Summary {
     }
 }
 
+/// What is said about one tenant's requests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TenantFigures {
+    pub tenant: TenantId,
+    /// Seconds from arrival to the last token, of whole answers.
+    pub ttlt: Summary,
+    /// Seconds from arrival to the first token, of whole answers.
+    pub ttft: Summary,
+    /// Requests that got no whole answer.
+    pub unanswered: usize,
+}
+
 /// What is said about one run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figures {
@@ -153,6 +170,10 @@ pub struct Figures {
     pub max_overtake: f64,
     /// The share of moments in overload, when B does not hold.
     pub overloaded: f64,
+    /// See [`Run::jain`].
+    pub jain: Option<f64>,
+    /// Of each tenant that sent something, by its id.
+    pub tenants: Vec<TenantFigures>,
 }
 
 impl Run {
@@ -192,7 +213,28 @@ impl Run {
             overtaken: self.overtaken,
             max_overtake: self.moments.iter().map(|moment| moment.max_overtake).fold(0.0, f64::max),
             overloaded: overloaded as f64 / self.moments.len().max(1) as f64,
+            jain: self.jain,
+            tenants: self.tenants(warm_up),
         }
+    }
+
+    fn tenants(&self, warm_up: f64) -> Vec<TenantFigures> {
+        let mut answers: BTreeMap<TenantId, Vec<&Answer>> = BTreeMap::new();
+        for answer in self.counted(warm_up) {
+            if let Some(tenant) = answer.tenant {
+                answers.entry(tenant).or_default().push(answer);
+            }
+        }
+        let figures = |(tenant, answers): (TenantId, Vec<&Answer>)| {
+            let whole = || answers.iter().filter(|answer| answer.end == End::Answered);
+            TenantFigures {
+                tenant,
+                ttlt: Summary::of(whole().map(|answer| answer.ttlt().as_secs_f64())),
+                ttft: Summary::of(whole().filter_map(|answer| Some(answer.ttft()?.as_secs_f64()))),
+                unanswered: answers.len() - whole().count(),
+            }
+        };
+        answers.into_iter().map(figures).collect()
     }
 }
 
@@ -212,6 +254,7 @@ mod tests {
         let second = |second: u64| Time::from_micros(second * 1_000_000);
         let answer = |job: u32, arrived, ended, end| Answer {
             job,
+            tenant: Some(TenantId(job % 2)),
             arrived: second(arrived),
             released: Some(second(arrived + 1)),
             first: Some(second(arrived + 2)),
@@ -229,6 +272,7 @@ mod tests {
             engines: vec![],
             overtaken: 0.0,
             reached: 0.0,
+            jain: None,
             request_iterations: 0,
             events: 0,
             end: second(100),
@@ -236,6 +280,8 @@ mod tests {
         let figures = run.figures(0.25);
         assert_eq!((figures.ttlt.count, figures.ttlt.mean, figures.ttft.mean, figures.wait.count), (2, 5.0, 2.0, 3));
         assert_eq!((run.counted(0.25).count(), run.whole(0.25).map(|answer| answer.job).collect::<Vec<_>>()), (3, vec![1, 3]));
+        let tenants: Vec<_> = figures.tenants.iter().map(|of| (of.tenant.0, of.ttlt.count, of.ttlt.mean, of.unanswered)).collect();
+        assert_eq!(tenants, [(0, 0, 0.0, 1), (1, 2, 5.0, 0)]);
         assert_eq!((figures.per_token.mean, figures.unanswered, figures.tokens_per_second), (0.5, 1, 0.4));
     }
 }

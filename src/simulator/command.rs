@@ -66,13 +66,15 @@ struct Header {
     scenario: String,
     seed: u64,
     requests: usize,
-    /// Share of the fleet's capacity that arrives; `None` in a burst or a closed loop.
+    /// Share of the fleet's capacity that arrives, floods of tenants left out; `None` in a burst or a closed loop.
     load: Option<f64>,
     /// Requests a second at capacity.
     capacity: f64,
     /// Agreement of scores and true lengths.
     tau: Option<f64>,
     warm_up: f64,
+    /// Names by tenant id.
+    tenants: Vec<String>,
 }
 
 /// Runs the command.
@@ -105,7 +107,7 @@ fn compare(args: &Args, path: &Path) -> anyhow::Result<()> {
     let header = header(path, &scenario, &workload, capacity, seed);
     print!("{}", table::heading(&header));
     let results = run_all(&scenario, &workload, seed, args.check)?;
-    print!("{}", table::table(&results));
+    print!("{}", table::table(&header, &results));
     eprintln!("{}", speed(&results));
     if let Some(file) = &args.json {
         std::fs::write(file, table::json(&header, &results)).with_context(|| format!("writing {}", file.display()))?;
@@ -132,14 +134,16 @@ fn header(path: &Path, scenario: &Scenario, workload: &Workload, capacity: f64, 
         (Some(first), Some(last)) if workload.clients.is_none() => (last.after - first.after).as_secs_f64(),
         _ => 0.0,
     };
+    let steady = workload.jobs.len() - scenario.tenants.iter().map(|(_, sender)| sender.flood).sum::<usize>();
     Header {
         scenario: path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default(),
         seed,
         requests: workload.jobs.len(),
-        load: (span > 0.0).then(|| workload.jobs.len() as f64 / span / capacity),
+        load: (span > 0.0).then(|| steady as f64 / span / capacity),
         capacity,
         tau: workload.tau(),
         warm_up: scenario.warm_up,
+        tenants: scenario.tenants.iter().map(|(name, _)| name.clone()).collect(),
     }
 }
 

@@ -17,6 +17,7 @@ mod world;
 
 // What came of it.
 mod account;
+mod fairness;
 
 // Setups drawn by seed, to find what breaks.
 pub mod fuzz;
@@ -24,12 +25,12 @@ pub mod fuzz;
 #[cfg(feature = "gateway")]
 pub mod command;
 
-pub use account::{Answer, End, Figures, Moment, Run, Summary};
+pub use account::{Answer, End, Figures, Moment, Run, Summary, TenantFigures};
 pub use check::{Broken, Wrong};
 pub use faults::{Fault, Mess, Plan, Tells};
 pub use member::{AUTO_SLOTS, Member, capacity};
 pub use random::Random;
-pub use workload::{Arrivals, Job, Length, Part, Scores, Workload};
+pub use workload::{Arrivals, Job, Length, Part, Scores, Sender, Workload};
 
 use std::time::Duration;
 

@@ -119,6 +119,18 @@ impl Length {
     }
 }
 
+/// One of those who send requests.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sender {
+    /// How many of the requests are its, relative to the other senders.
+    pub share: f64,
+    pub weight: Weight,
+    /// Requests that it sends beside those, all at once.
+    pub flood: usize,
+    /// When it sends them.
+    pub at: Duration,
+}
+
 /// What the ranker thinks.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Scores {
@@ -172,6 +184,34 @@ impl Workload {
         for job in &mut self.jobs {
             job.after = Duration::from_secs_f64((job.after - start).as_secs_f64() * factor);
         }
+    }
+
+    /// Gives each request to one of these, whose index is its [`TenantId`], and adds their floods, of lengths like those of the requests that are there.
+    /// In a closed loop nothing comes at once: there are no floods.
+    pub fn send(&mut self, senders: &[Sender], seed: u64) {
+        let mut random = Random::new(seed, "tenants");
+        let shares: f64 = senders.iter().map(|sender| sender.share).sum();
+        let steady = self.jobs.len() as u64;
+        for job in &mut self.jobs {
+            let mut at = random.unit() * shares;
+            let tenant = senders.iter().position(|sender| {
+                at -= sender.share;
+                at < 0.0
+            });
+            job.tenant = tenant.map(|tenant| TenantId(tenant as u32));
+            job.weight = tenant.map_or(Weight::ONE, |tenant| senders[tenant].weight);
+        }
+        if self.clients.is_some() || steady == 0 {
+            return;
+        }
+        for (tenant, sender) in senders.iter().enumerate() {
+            for _ in 0..sender.flood {
+                let like = &self.jobs[random.below(steady) as usize];
+                let job = Job { after: sender.at, tenant: Some(TenantId(tenant as u32)), weight: sender.weight, ..like.clone() };
+                self.jobs.push(job);
+            }
+        }
+        self.jobs.sort_by_key(|job| job.after);
     }
 
     /// Gives each request the ranker's opinion.
@@ -279,6 +319,21 @@ mod tests {
         assert!((85..=115).contains(&short) && (1800..=2300).contains(&long), "{short} and {long}");
         let mut random = Random::new(1, "test");
         assert_eq!((Length::Fixed(0).draw(&mut random), Length::Exponential(1e-9).draw(&mut random)), (1, 1));
+    }
+
+    #[test]
+    fn senders_have_their_shares_and_floods() {
+        let second = Duration::from_secs(1);
+        let sender = |share, flood| Sender { share, weight: Weight::ONE, flood, at: 100 * second };
+        let mut workload = drawn(Arrivals::Poisson, 1);
+        workload.send(&[sender(3.0, 0), Sender { weight: Weight::new(2.0).unwrap(), ..sender(1.0, 500) }], 1);
+        let of = |tenant| workload.jobs.iter().filter(move |job| job.tenant == Some(TenantId(tenant)));
+        assert!((2900..3100).contains(&of(0).count()) && of(0).count() + of(1).count() == 4500, "{}", of(0).count());
+        assert_eq!(of(1).filter(|job| job.after == 100 * second).count(), 500);
+        assert!(of(1).all(|job| job.weight.get() == 2.0) && workload.jobs.is_sorted_by_key(|job| job.after));
+        let mut closed = drawn(Arrivals::Closed { clients: 7, think: second }, 1);
+        closed.send(&[sender(1.0, 500)], 1);
+        assert_eq!(closed.jobs.len(), 4000);
     }
 
     #[test]

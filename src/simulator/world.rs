@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::account::{Answer, End, Moment, Run};
 use super::check::{Broken, Check, Wrong};
+use super::fairness::{self, Fairness};
 use super::faults::{Fault, Tells};
 use super::member::{Clock, Member};
 use super::random::Random;
@@ -56,6 +57,8 @@ enum Due {
     Back(u32),
     Fault(u32),
     Look,
+    /// A window of fairness is over.
+    Window,
 }
 
 /// One attempt to get a job done: a stay in the gateway's queue and at a backend. Its id is its place in the list.
@@ -207,6 +210,7 @@ pub(super) struct World<'a> {
     computed: Vec<Computed>,
     moments: Vec<Moment>,
     overtaken: f64,
+    fairness: Fairness,
     request_iterations: u64,
     events: u64,
 }
@@ -244,6 +248,7 @@ impl<'a> World<'a> {
             computed: Vec::new(),
             moments: Vec::new(),
             overtaken: 0.0,
+            fairness: Fairness::default(),
             request_iterations: 0,
             events: 0,
         }
@@ -264,6 +269,7 @@ impl<'a> World<'a> {
             self.plan(*at, Due::Fault(index as u32));
         }
         self.plan(Time::ZERO, Due::Look);
+        self.plan(Time::ZERO.after(fairness::WINDOW), Due::Window);
         for _ in 0..self.workload.clients.unwrap_or(1) {
             self.send_next();
         }
@@ -298,6 +304,7 @@ impl<'a> World<'a> {
             engines: self.backends.iter().map(Backend::counters).collect(),
             overtaken: self.overtaken,
             reached: self.check.as_ref().map_or(0.0, Check::reached),
+            jain: self.fairness.mean(),
             request_iterations: self.request_iterations,
             events: self.events,
             end: self.now,
@@ -328,6 +335,11 @@ impl<'a> World<'a> {
                 self.look();
                 Ok(())
             }
+            Due::Window => {
+                self.fairness.close();
+                self.plan(self.now.after(fairness::WINDOW), Due::Window);
+                Ok(())
+            }
         }
     }
 
@@ -346,7 +358,9 @@ impl<'a> World<'a> {
         self.to_come -= 1;
         self.open += 1;
         self.stirred = self.now;
-        let answer = Answer { job, arrived: self.now, released: None, first: None, ended: self.now, end: End::Failed, output: 0, attempts: 0 };
+        let tenant = self.job(job).tenant;
+        let answer =
+            Answer { job, tenant, arrived: self.now, released: None, first: None, ended: self.now, end: End::Failed, output: 0, attempts: 0 };
         let trip = Trip { answer, stay: 0, excluded: Vec::new(), over: false };
         // A closed loop sends jobs in the order of their thinking times' ends.
         let place = job as usize;
@@ -378,6 +392,8 @@ impl<'a> World<'a> {
         let trip = &mut self.trips[job as usize];
         trip.stay = stay;
         let (arrived, excluded) = (trip.answer.arrived, trip.excluded.clone());
+        let asked = self.job(job);
+        self.fairness.asked(asked.tenant, asked.weight, size(asked));
         match &self.front {
             Front::Gateway(_) => {
                 self.waiting.insert((arrived, id(stay)));
@@ -425,6 +441,7 @@ impl<'a> World<'a> {
         match stage {
             Stage::Waiting => {
                 self.stays[stay as usize].stage = Stage::Left;
+                self.unserved(stay);
                 self.waiting.remove(&(self.trips[job as usize].answer.arrived, id(stay)));
                 self.end(job, End::Left)?;
                 self.tell(Event::Cancelled(id(stay)))
@@ -522,7 +539,17 @@ impl<'a> World<'a> {
         let job = self.stay(request)?.job;
         self.waiting.remove(&(self.trips[job as usize].answer.arrived, request));
         self.stays[request.0 as usize].stage = Stage::Left;
+        self.unserved(request.0 as u32);
         self.end(job, End::Rejected(reason))
+    }
+
+    /// A stay is over: what of its request it did not get is not owed any more. Another attempt asks for all of it again.
+    fn unserved(&mut self, stay: u32) {
+        let Stay { job, output, stage, .. } = self.stays[stay as usize];
+        let job = self.job(job);
+        let computed = output > 0 || stage == Stage::Over(Ending::Uncounted);
+        let served = if computed { fairness::size(job.prompt, output) } else { 0.0 };
+        self.fairness.dropped(job.tenant, size(job) - served);
     }
 
     /// A stay that waits.
@@ -618,6 +645,7 @@ impl<'a> World<'a> {
             let ending = if full { Ending::Pushback } else { Ending::Failed { output: 0 } };
             self.stays[stay as usize].stage = Stage::Over(ending);
             backend.holds -= 1;
+            self.unserved(stay);
             self.plan(self.now.after(FAILING), Due::Heard(stay));
             return;
         }
@@ -626,6 +654,7 @@ impl<'a> World<'a> {
         if backend.engine.submit(engine_now, id(stay), work).is_err() {
             self.stays[stay as usize].stage = Stage::Over(Ending::Refused);
             backend.holds -= 1;
+            self.unserved(stay);
             self.plan(self.now.after(FAILING), Due::Heard(stay));
         } else if backend.engine.iteration().is_none() {
             // An engine without an iteration has nothing to complete, so nothing of consequence is said.
@@ -659,6 +688,10 @@ impl<'a> World<'a> {
             match what {
                 What::Token(output) => {
                     let stay = &mut self.stays[id.0 as usize];
+                    let job = &self.workload.jobs[stay.job as usize];
+                    // The first token shows that the prompt has been computed.
+                    let prompt = if stay.output == 0 { job.prompt } else { 0 };
+                    self.fairness.served(job.tenant, fairness::size(prompt, output - stay.output));
                     stay.output = output;
                     if output == 1 {
                         self.trips[stay.job as usize].answer.first.get_or_insert(self.now);
@@ -679,9 +712,12 @@ impl<'a> World<'a> {
     /// An engine is done with a request.
     fn computed_all(&mut self, stay: u32) -> Result<(), Wrong> {
         let Stay { job, output, .. } = self.stays[stay as usize];
-        let Job { output: whole, prompt, .. } = *self.job(job);
+        let Job { output: whole, prompt, tenant, .. } = *self.job(job);
         let ending = match output {
-            0 => Ending::Uncounted,
+            0 => {
+                self.fairness.served(tenant, fairness::size(prompt, 0));
+                Ending::Uncounted
+            }
             _ if output < whole => Ending::Truncated { output, prompt: Some(prompt) },
             _ => Ending::Completed { output, prompt: Some(prompt) },
         };
@@ -693,6 +729,7 @@ impl<'a> World<'a> {
     fn over(&mut self, stay: u32, ending: Ending) -> Result<(), Wrong> {
         let place = stay as usize;
         self.stays[place].stage = Stage::Over(ending);
+        self.unserved(stay);
         self.backends[self.stays[place].backend as usize].holds -= 1;
         let mess = self.setup.plan.mess;
         if mess.twice > 0.0 && self.random.chance(mess.twice) {
@@ -780,6 +817,11 @@ impl<'a> World<'a> {
         }
         Ok(())
     }
+}
+
+/// All that a request asks for.
+fn size(job: &Job) -> f64 {
+    fairness::size(job.prompt, job.produces())
 }
 
 fn id(stay: u32) -> RequestId {

@@ -74,7 +74,7 @@ pub(super) fn page(header: &Header, results: &[Result]) -> String {
     for chart in &charts {
         let _ = write!(out, "<figure>{}</figure>", chart.svg());
     }
-    let _ = writeln!(out, "</main><pre>{}</pre></html>", escape(&table(results)));
+    let _ = writeln!(out, "</main><pre>{}</pre></html>", escape(&table(header, results)));
     out
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_yaml::Spanned;
 
-use super::super::{AUTO_SLOTS, Arrivals, Dispatch, Job, Length, Member, Part, Scores, Workload, capacity};
+use super::super::{AUTO_SLOTS, Arrivals, Dispatch, Job, Length, Member, Part, Scores, Sender, Workload, capacity};
 use super::trace;
 use crate::config::DEFAULT_LIMITS;
 use crate::config::reading::{Checker, ConfigError, FromText, Leaf, Mistake, Place, TextOr, choice, parse, policy_beside};
@@ -25,6 +25,8 @@ pub(super) struct Scenario {
     /// Where arrivals and lengths are drawn: how, so that another seed draws others.
     pub drawn: Drawn,
     pub pace: Pace,
+    /// Who sends the requests, by name; nobody in particular if there are none.
+    pub tenants: Vec<(String, Sender)>,
     pub scores: Option<Scores>,
     pub policies: Vec<Contender>,
     /// Fixed gammas at which headway's order is tried as well.
@@ -124,6 +126,9 @@ impl Scenario {
             Pace::Rate(rate) => workload.pace(rate),
             Pace::AsIs => {}
         }
+        if !self.tenants.is_empty() {
+            workload.send(&self.tenants.iter().map(|(_, sender)| *sender).collect::<Vec<_>>(), seed);
+        }
         if let Some(scores) = self.scores {
             workload.score(scores, seed);
         }
@@ -154,13 +159,14 @@ fn build(path: &Path, text: &str) -> Result<Scenario, ConfigError> {
     let arrivals = reader.arrivals(work.arrivals.as_ref(), &place.key("arrivals"));
     let (workload, drawn, scored) = reader.requests(work, raw.workload.referenced, arrivals, seed, &place)?;
     let pace = reader.pace(work, &place);
+    let tenants = reader.tenants(work.tenants.as_ref(), &place.key("tenants"), arrivals);
     let scores = reader.scores(work.scores.as_ref(), &place.key("scores"), scored);
     let policies = reader.policies(raw.policies.as_ref(), &root.key("policies"))?;
     let gammas = reader.list(raw.gammas.as_ref(), &root.key("gammas"), |gamma| (1e-6..=1e3).contains(gamma), "a rate in 1/s, 0.000001 to 1000");
     let queue_timeout = raw.queue_timeout.as_ref().map(|leaf| reader.checker.duration(Some(leaf), &root.key("queue_timeout"), Duration::MAX));
     let warm_up = reader.checker.bounded(raw.warm_up.as_ref(), &root.key("warm_up"), 0.0..=0.9, 0.0, |share| share.to_string());
     reader.checker.finish()?;
-    Ok(Scenario { seed, fleet, workload, drawn, pace, scores, policies, gammas, queue_timeout, warm_up })
+    Ok(Scenario { seed, fleet, workload, drawn, pace, tenants, scores, policies, gammas, queue_timeout, warm_up })
 }
 
 /// A contender by its name: `round-robin`, `least-loaded`, `engine:ORDER`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one;
@@ -254,6 +260,7 @@ struct RawWorkload {
     output: Option<TextOr<RawLength>>,
     load: Option<Leaf<f64>>,
     rate: Option<Leaf<f64>>,
+    tenants: Option<Spanned<Vec<RawTenant>>>,
     scores: Option<TextOr<RawScores>>,
 }
 
@@ -281,6 +288,16 @@ struct RawPart {
     share: Leaf<f64>,
     median: Leaf<f64>,
     sigma: Leaf<f64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTenant {
+    name: Leaf<String>,
+    share: Option<Leaf<f64>>,
+    weight: Option<Leaf<Weight>>,
+    flood: Option<Leaf<u64>>,
+    at: Option<Leaf<Duration>>,
 }
 
 #[derive(Deserialize)]
@@ -471,6 +488,37 @@ impl Reader<'_> {
         }
     }
 
+    fn tenants(&mut self, raw: Option<&Spanned<Vec<RawTenant>>>, place: &Place, arrivals: Option<Arrivals>) -> Vec<(String, Sender)> {
+        let Some(raw) = raw else { return Vec::new() };
+        let mut tenants: Vec<(String, Sender)> = Vec::new();
+        for (index, raw) in raw.value.iter().enumerate() {
+            let place = place.index(index);
+            let Some(name) = self.checker.read(&raw.name, &place.key("name")) else { continue };
+            if tenants.iter().any(|(other, _)| *other == name) {
+                let mistake = Mistake::new(format!("{name} is named twice"), "give each tenant a name of its own");
+                self.checker.problem(raw.name.text.referenced, &place.key("name"), mistake);
+            }
+            if let (Some(leaf), Some(Arrivals::Closed { .. })) = (&raw.flood, arrivals) {
+                let mistake = Mistake::new("in a closed loop nothing comes at once", "remove flood, or arrivals: { clients: ... }");
+                self.checker.problem(leaf.text.referenced, &place.key("flood"), mistake);
+            }
+            // Whoever floods sends nothing else, unless it says so.
+            let share = if raw.flood.is_some() { 0.0 } else { 1.0 };
+            let sender = Sender {
+                share: self.checker.bounded(raw.share.as_ref(), &place.key("share"), 0.0..=1e6, share, |share| share.to_string()),
+                weight: self.checker.optional(raw.weight.as_ref(), &place.key("weight"), Weight::ONE),
+                flood: self.checker.number(raw.flood.as_ref(), &place.key("flood"), 0..=1_000_000, 0) as usize,
+                at: self.checker.optional(raw.at.as_ref(), &place.key("at"), Duration::ZERO),
+            };
+            tenants.push((name, sender));
+        }
+        if tenants.iter().all(|(_, sender)| sender.share <= 0.0) {
+            let hint = "give at least one tenant a share, for example { name: chat, share: 1 }";
+            self.checker.problem(raw.referenced, place, Mistake::new("nobody sends the requests of the workload", hint));
+        }
+        tenants
+    }
+
     /// `None` keeps what the trace brought.
     fn scores(&mut self, raw: Option<&TextOr<RawScores>>, place: &Place, scored: bool) -> Option<Scores> {
         match raw {
@@ -539,7 +587,7 @@ mod tests {
     #[test]
     fn every_field_is_read() {
         let text = "seed: 9
-workload: { requests: 50, arrivals: { clients: 4, think: 2s }, prompt: { mean: 80 }, output: { mixture: [{ share: 2, median: 10, sigma: 0.5 }, { share: 1, median: 90, sigma: 0.1 }], longest: 200 }, scores: oracle }
+workload: { requests: 50, arrivals: { clients: 4, think: 2s }, prompt: { mean: 80 }, output: { mixture: [{ share: 2, median: 10, sigma: 0.5 }, { share: 1, median: 90, sigma: 0.1 }], longest: 200 }, scores: oracle, tenants: [{ name: a, weight: 3 }, { name: b, share: 0.5 }] }
 fleet: [{ engine: large, count: 2, speed: 0.5, sequences: 16, kv_tokens: 32000, context: 9000, order: priority, slots: 12, weight: 2 }, { engine: small }]
 policies: [headway@0.01, headway@mean, sjf, oracle-sjf, engine:trail-plus, engine:distboost@0.2]
 gammas: [0.01, 0.1]
@@ -553,6 +601,9 @@ warm_up: 0.1
         assert_eq!(first.profile.max_model_len, 9000);
         let workload = scenario.workload(9, 1.0);
         assert_eq!((workload.clients, scenario.scores, scenario.gammas.len(), scenario.warm_up), (Some(4), Some(Scores::Oracle), 2, 0.1));
+        let tenants: Vec<_> = scenario.tenants.iter().map(|(name, sender)| (name.as_str(), sender.share, sender.weight.get())).collect();
+        assert_eq!(tenants, [("a", 1.0, 3.0), ("b", 0.5, 1.0)]);
+        assert!(workload.jobs.iter().all(|job| job.tenant.is_some()));
         assert_eq!((scenario.seed, scenario.queue_timeout), (9, Some(Duration::from_secs(600))));
         let gamma = |index: usize| match &scenario.policies[index].dispatch {
             Dispatch::Gateway { policy, .. } => (policy.order(), policy.gamma()),
@@ -564,6 +615,18 @@ warm_up: 0.1
         let inside = |index: usize| scenario.policies[index].fleet(&scenario)[0].profile.order;
         assert_eq!((inside(3), inside(4)), (EngineOrder::Priority, EngineOrder::Remaining { noise: 0.0, until: 0.8 }));
         assert_eq!(inside(5), EngineOrder::Boost(Boosting { gamma: Some(0.2), step: Step::Queues }));
+    }
+
+    #[test]
+    fn a_flood_comes_on_top_of_the_load() {
+        let tenants = "tenants: [{ name: chat }, { name: batch, flood: 70, at: 5s }]";
+        let scenario = scenario(&PLAIN.replace("load: 0.5", &format!("load: 0.5, {tenants}"))).unwrap();
+        let workload = scenario.workload(1, 2.0);
+        let flood: Vec<&Job> = workload.jobs.iter().filter(|job| job.after == Duration::from_secs(5)).collect();
+        assert!(workload.jobs.len() == 270 && flood.len() == 70, "{} of {}", flood.len(), workload.jobs.len());
+        let last = workload.jobs[269].after.as_secs_f64();
+        assert!((last - 200.0).abs() < 2.0, "200 requests at one a second, whatever is flooded: {last}");
+        assert!(workload.jobs.iter().all(|job| job.score.is_some()));
     }
 
     #[test]
@@ -588,6 +651,10 @@ warm_up: 0.1
             (&PLAIN.replace("load: 0.5", "scores: trace"), "column"),
             (&PLAIN.replace("requests: 200", "trace: no.csv"), "remove prompt and output"),
             (&PLAIN.replace(" load:", " laod:"), "did you mean load?"),
+            (&PLAIN.replace("load: 0.5", "tenants: [{ name: a }, { name: a }]"), "a is named twice"),
+            (&PLAIN.replace("load: 0.5", "tenants: [{ name: a, flood: 9 }]"), "share: 1"),
+            (&PLAIN.replace("load: 0.5", "tenants: []"), "nobody sends"),
+            (&PLAIN.replace("load: 0.5", "arrivals: { clients: 3 }, tenants: [{ name: a }, { name: b, flood: 9 }]"), "remove flood"),
         ] {
             let error = scenario(text).unwrap_err().to_string();
             assert!(error.contains(hint), "{text}: {error}");

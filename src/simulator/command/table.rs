@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use serde_json::{Value, json};
 
-use super::super::{Figures, Summary};
+use super::super::{Figures, Summary, TenantFigures};
 use super::{Header, Result};
 
 /// One line about what is simulated.
@@ -44,6 +44,19 @@ fn scaled(summary: Summary, factor: f64) -> Summary {
     }
 }
 
+/// Between a policy and a tenant.
+const SENDER: &str = ", ";
+
+/// Each tenant's figures under every policy, tenant by tenant.
+fn by_tenant<'a>(header: &'a Header, results: &'a [Result]) -> impl Iterator<Item = (&'a str, &'a Result, &'a TenantFigures)> {
+    header.tenants.iter().enumerate().flat_map(|(id, name)| {
+        results.iter().filter_map(move |result| {
+            let figures = result.figures.tenants.iter().find(|figures| figures.tenant.0 as usize == id)?;
+            Some((name.as_str(), result, figures))
+        })
+    })
+}
+
 /// Three digits that matter, whatever the size.
 pub(super) fn short(value: f64) -> String {
     match value.abs() {
@@ -56,8 +69,10 @@ pub(super) fn short(value: f64) -> String {
 }
 
 /// All runs side by side.
-pub(super) fn table(results: &[Result]) -> String {
-    let width = results.iter().map(|result| result.name.len()).max().unwrap_or(0).max(8);
+pub(super) fn table(header: &Header, results: &[Result]) -> String {
+    let names = || results.iter().map(|result| result.name.len());
+    let senders = header.tenants.iter().flat_map(|tenant| names().map(|name| name + SENDER.len() + tenant.len()));
+    let width = names().chain(senders).max().unwrap_or(0).max(8);
     let mut text = String::new();
     let mut row = |name: &str, cells: &[String]| {
         let _ = write!(text, "  {name:<width$}");
@@ -78,7 +93,7 @@ pub(super) fn table(results: &[Result]) -> String {
     }
     row("", &[]);
     row("the rest", &[]);
-    row("", &words(&["max wait", "overtaken", "B", "tokens/s", "preempted", "aged", "overload", "no answer"]));
+    row("", &words(&["max wait", "overtaken", "B", "tokens/s", "preempted", "aged", "overload", "no answer", "Jain"]));
     for result in results {
         let figures = &result.figures;
         let waits = result.run.counters.is_some();
@@ -94,15 +109,27 @@ pub(super) fn table(results: &[Result]) -> String {
                 if_waits(format!("{:.1} %", figures.aged * 100.0)),
                 if_waits(format!("{:.1} %", figures.overloaded * 100.0)),
                 figures.unanswered.to_string(),
+                figures.jain.map_or("-".into(), short),
             ],
         );
+    }
+    if !header.tenants.is_empty() {
+        row("", &[]);
+        row("by tenant, seconds", &[]);
+        row("", &words(&["TTLT mean", "p50", "p99", "TTFT mean", "p50", "p99", "answers", "no answer"]));
+    }
+    for (tenant, result, figures) in by_tenant(header, results) {
+        let TenantFigures { ttlt, ttft, unanswered, .. } = figures;
+        let mut cells = [ttlt.mean, ttlt.p50, ttlt.p99, ttft.mean, ttft.p50, ttft.p99].map(short).to_vec();
+        cells.extend([ttlt.count.to_string(), unanswered.to_string()]);
+        row(&format!("{}{SENDER}{tenant}", result.name), &cells);
     }
     text
 }
 
 /// Everything the table shows, and the moments of each run.
 pub(super) fn json(header: &Header, results: &[Result]) -> String {
-    let runs: Vec<Value> = results.iter().map(one).collect();
+    let runs: Vec<Value> = results.iter().map(|result| one(header, result)).collect();
     let value = json!({
         "scenario": header.scenario,
         "seed": header.seed,
@@ -116,8 +143,11 @@ pub(super) fn json(header: &Header, results: &[Result]) -> String {
     format!("{value:#}\n")
 }
 
-fn one(result: &Result) -> Value {
+fn one(header: &Header, result: &Result) -> Value {
     let figures = &result.figures;
+    let tenants: Vec<Value> = by_tenant(header, std::slice::from_ref(result))
+        .map(|(name, _, of)| json!({ "tenant": name, "ttlt_seconds": summary(of.ttlt), "ttft_seconds": summary(of.ttft), "unanswered": of.unanswered }))
+        .collect();
     let moments: Vec<Value> = result
         .run
         .moments
@@ -148,6 +178,8 @@ fn one(result: &Result) -> Value {
         "aged_share": figures.aged,
         "overloaded_share": figures.overloaded,
         "unanswered": figures.unanswered,
+        "jain": figures.jain,
+        "tenants": tenants,
         "request_iterations": result.run.request_iterations,
         "moments": moments,
     })
