@@ -97,6 +97,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         timeouts: Timeouts::default(),
         retries: DEFAULT_RETRIES,
         retry_budget: DEFAULT_RETRY_BUDGET,
+        resume: false,
     };
     Snapshot {
         listen,
@@ -165,6 +166,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
         }
         if !pool.fallback.is_empty() {
             let _ = writeln!(out, "    falls back on {}", pool.fallback.join(", then "));
+        }
+        if pool.resume {
+            let _ = writeln!(out, "    goes on with answers whose backend dies");
         }
         for backend in &pool.backends {
             let engine = backend.engine.map_or("engine found out", |engine| engine.as_str());

@@ -157,6 +157,7 @@ pub(super) struct Pool {
     pub timeouts: Option<Timeouts>,
     pub retries: Option<Leaf<u64>>,
     pub retry_budget: Option<Leaf<u64>>,
+    pub resume: Option<Leaf<bool>>,
 }
 
 /// A model name clients may ask for, when the backends know it by another.

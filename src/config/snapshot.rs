@@ -205,6 +205,8 @@ pub struct Pool {
     pub retries: u32,
     /// Retries per second the whole pool may spend.
     pub retry_budget: u32,
+    /// Whether another backend goes on with an answer whose backend dies while it streams.
+    pub resume: bool,
 }
 
 /// One backend as configured. Its `url` is its identity across reloads.

@@ -75,6 +75,7 @@ pools:
       - { url: "http://10.0.0.2:30000", engine: sglang, slots: 64, weight: 2, api_key: "${KEY}", kv_tokens: 5000, priority: true }
       - { url: "http://10.0.0.3:1", slots: { initial: 4, max: 16 }, api_key_file: secrets/key }
   - name: any
+    resume: true
     backends: [{ url: "http://10.0.0.4:1" }]
 "#;
     let snapshot = load_text(
@@ -98,7 +99,7 @@ pools:
     assert_eq!(chat.limits, crate::scheduler::Limits { queue_requests: 10, queue_bytes: 8 << 20, max_output: 100 });
     assert_eq!(chat.timeouts.connect.as_millis(), 15);
     assert_eq!(chat.timeouts.queue.as_secs(), 30);
-    assert_eq!((chat.retries, chat.retry_budget), (0, 7));
+    assert_eq!((chat.retries, chat.retry_budget, chat.resume), (0, 7, false));
     assert_eq!(snapshot.models["gpt-4o"], Route { pool: 0, upstream: Some("llama".into()) });
     assert_eq!(chat.backends[0].slots, None);
     let second = &chat.backends[1];
@@ -108,7 +109,7 @@ pools:
     let third = &chat.backends[2];
     assert_eq!(third.slots, Some(Slots::Auto { initial: 4, max: 16 }));
     assert_eq!(third.api_key.as_ref().unwrap().expose(), "sk-from-file");
-    assert!(snapshot.pools[1].models.is_empty());
+    assert!(snapshot.pools[1].models.is_empty() && snapshot.pools[1].resume);
     assert_eq!(snapshot.sources.len(), 3, "{:?}", snapshot.sources);
     let shown = format!("{snapshot:?}");
     assert!(!shown.contains("sk-from"), "a secret shows itself");
@@ -181,6 +182,7 @@ fn structural_mistakes_have_a_place_and_a_hint() {
         ("pools: [{name: a, backends: http://a}]\n", (1, "pools[0].backends"), "a list"),
         ("pools: []\n", (1, "pools"), "there is no pool"),
         ("pools: [{name: a, backends: []}]\n", (1, "pools[0].backends"), "no backend"),
+        ("pools: [{name: a, retries: 0, resume: true, backends: [{url: \"http://a:1\"}]}]\n", (1, "pools[0].resume"), "retries is 0"),
         ("pools: []\npools: []\n", (2, ""), "written twice"),
         ("tls: yes\npools: []\n", (1, "tls"), "a mapping"),
         ("pools: [{name: [a], backends: []}]\n", (1, "pools[0].name"), "a single value"),

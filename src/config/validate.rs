@@ -504,6 +504,11 @@ impl Builder<'_> {
         let retries = self.checker.number(raw.retries.as_ref(), &place.key("retries"), 0..=10, u64::from(DEFAULT_RETRIES)) as u32;
         let budget =
             self.checker.number(raw.retry_budget.as_ref(), &place.key("retry_budget"), 1..=1_000_000, u64::from(DEFAULT_RETRY_BUDGET)) as u32;
+        let resume = self.checker.optional(raw.resume.as_ref(), &place.key("resume"), false);
+        if let Some(leaf) = raw.resume.as_ref().filter(|_| resume && retries == 0) {
+            let mistake = Mistake::new("retries is 0, so that no answer could go on elsewhere", "write retries: 1 or more, or resume: false");
+            self.checker.problem(leaf.text.referenced, &place.key("resume"), mistake);
+        }
         let backends_place = place.key("backends");
         if raw.backends.value.is_empty() {
             self.checker.problem(
@@ -523,7 +528,7 @@ impl Builder<'_> {
         let fallback_place = place.key("fallback");
         let fallback = raw.fallback.as_ref().map_or(&[][..], |fallback| &fallback.value);
         let fallback = fallback.iter().enumerate().filter_map(|(index, leaf)| self.checker.read(leaf, &fallback_place.index(index))).collect();
-        Some(Pool { name: name?, policy: policy?, models, fallback, backends, limits, timeouts, retries, retry_budget: budget })
+        Some(Pool { name: name?, policy: policy?, models, fallback, backends, limits, timeouts, retries, retry_budget: budget, resume })
     }
 
     /// A backend's window belongs to one pool: two owners would each fill it.

@@ -15,7 +15,7 @@ use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
 use crate::ranker::{Neutral, Opinion, Pending, PromptText};
 use crate::scheduler::{Facts, Scored, Time, Tokens};
-use crate::telemetry::{self, Outcome, Stage, Trace};
+use crate::telemetry::{self, Outcome, Resume, Stage, Trace};
 use crate::tenancy::{Admission, Refused, Tenant};
 use crate::training_log::TrainingLog;
 
@@ -50,7 +50,14 @@ pub struct Account {
     boost: Option<i64>,
     aged: bool,
     stolen: bool,
+    /// Attempts before the answer began.
     attempts: u32,
+    /// Backends that went on with it.
+    resumed: u32,
+    /// Why nobody went on with it.
+    not_resumed: Option<&'static str>,
+    /// The client has the answer's head.
+    goes_on: bool,
     prompt_tokens: Option<u32>,
     output_tokens: u32,
     /// Output tokens that it can have at most: a backend that counts more has miscounted.
@@ -97,6 +104,9 @@ impl Account {
             aged: false,
             stolen: false,
             attempts: 0,
+            resumed: 0,
+            not_resumed: None,
+            goes_on: false,
             prompt_tokens: None,
             output_tokens: 0,
             most_output: Tokens::MAX,
@@ -225,7 +235,7 @@ impl Account {
         (self.aged, self.stolen) = (facts.aged, facts.stolen);
         self.predicted_tokens = Some(facts.expected_output);
         self.boost = i64::try_from(arrived.as_micros()).ok().map(|arrived| arrived.saturating_sub(facts.boosted_arrival));
-        self.attempts += 1;
+        self.attempts += u32::from(!self.goes_on);
         if let Some(trace) = &mut self.trace {
             trace.released(&target.backend.settings().url);
         }
@@ -266,6 +276,9 @@ impl Account {
         if let Some(trace) = &mut self.trace {
             trace.answered(status.as_u16());
         }
+        if self.goes_on {
+            return;
+        }
         self.answer = (
             status.as_u16(),
             match status {
@@ -275,6 +288,19 @@ impl Account {
                 _ => "ok",
             },
         );
+    }
+
+    /// What comes from now on belongs to an answer that has begun: the client has been told its status.
+    pub fn goes_on(&mut self) {
+        self.goes_on = true;
+    }
+
+    /// The backend of its answer died, and this is what became of it.
+    pub fn resumed(&mut self, how: Resume) {
+        match how {
+            Resume::Resumed => self.resumed += 1,
+            why => self.not_resumed = Some(why.as_str()),
+        }
     }
 
     /// The first token has come, if it has not before.
@@ -372,6 +398,8 @@ impl Drop for Account {
             aged: self.aged,
             stolen: self.stolen,
             retries: self.attempts.saturating_sub(1),
+            resumed: self.resumed,
+            not_resumed: self.not_resumed,
         };
         if let Some(admission) = admission.filter(|_| self.has_run()) {
             admission.used(self.prompt_tokens, self.output_tokens.min(self.most_output));

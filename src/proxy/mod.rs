@@ -5,16 +5,18 @@
 //! settles on drop.
 //!
 //! `server` accepts · `connection` who is there · `body` read whole · `api` understood · `headers` cleaned · `upstream` sent · `stream` observed ·
-//! `reply` on its way back · `response` what is said when there is no answer · `account` what is told of it all.
+//! `reply` on its way back · `kept` what came of it, and `resume` going on with it from another backend · `response` what is said when there is no answer · `account` what is told of it all.
 
 mod account;
 pub mod api;
 pub mod body;
 mod connection;
 mod headers;
+mod kept;
 mod models;
 mod reply;
 pub mod response;
+mod resume;
 pub mod server;
 pub mod stream;
 pub mod upstream;
@@ -36,6 +38,7 @@ use api::{Api, BadBody, Payload, Prompt, Splices};
 use body::{BodyError, Budget, Held};
 use reply::{Pace, Paced, Reply, ReplyBody, ending_of};
 use response::Failure;
+use resume::{Again, Begun, Place};
 use server::Handler;
 use stream::{Observer, read_answer};
 use upstream::{UpstreamError, Waits};
@@ -73,7 +76,7 @@ enum Answered {
     /// All of it.
     Whole(Response<Bytes>),
     /// Its head; the rest comes from the backend.
-    Streaming { head: reply_head::Parts, upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit },
+    Streaming { head: reply_head::Parts, upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, again: Option<Box<Again>> },
 }
 
 /// What is sent, whichever backend it goes to.
@@ -91,6 +94,14 @@ struct Outgoing {
     /// How long it may take as a whole, and when that is over.
     total: Duration,
     deadline: Instant,
+    /// Whether the answer's headers say how the request fared here.
+    explained: bool,
+    /// Attempts on other backends that are left.
+    retries: u32,
+    /// Backends that it may not go to: they were tried.
+    excluded: Vec<BackendId>,
+    /// What was answered already, where this is for the rest of it.
+    begun: Option<Begun>,
 }
 
 impl Handler for Proxy {
@@ -201,9 +212,24 @@ impl Proxy {
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
         let total = patience.map_or(routed.settings.timeouts.total, |patience| patience.min(routed.settings.timeouts.total));
         let deadline = after(account.started(), total);
-        let mut outgoing = Outgoing { head, api, prompt, held, hide_usage, score, arrived, total, deadline };
-        let mut ended = outgoing.run(&live.snapshot.edge, &routed, account).await;
+        let mut outgoing = Outgoing {
+            head,
+            api,
+            prompt,
+            held,
+            hide_usage,
+            score,
+            arrived,
+            total,
+            deadline,
+            explained: live.snapshot.edge.headers,
+            retries: routed.settings.retries,
+            excluded: Vec::new(),
+            begun: None,
+        };
+        let mut ended = outgoing.run(&routed, account).await;
         let model = account.model().to_owned();
+        let mut place = None;
         // What another model embeds cannot be compared with what the one asked for embeds.
         for (next, upstream) in live.fallbacks(&routed, &model, !api.is_scored()) {
             if !ended.as_ref().is_err_and(Failure::is_the_pools) {
@@ -212,7 +238,17 @@ impl Proxy {
             let next = Routed { upstream: (upstream != model).then_some(upstream.as_str()), ..next };
             account.falls_back(next.settings, &upstream);
             outgoing.arrived = next.pool.dispatcher.at(ready);
-            ended = outgoing.run(&live.snapshot.edge, &next, account).await;
+            outgoing.retries = next.settings.retries;
+            outgoing.excluded.clear();
+            ended = outgoing.run(&next, account).await;
+            place = Some(Place::of(&next));
+        }
+        if let Ok(Answered::Streaming { observer: Some(observer), again, .. }) = &mut ended {
+            let place = place.unwrap_or_else(|| Place::of(&routed));
+            if place.resumes(api) {
+                observer.keep(Box::default());
+                *again = Some(Box::new(Again { outgoing, place }));
+            }
         }
         ended
     }
@@ -224,8 +260,8 @@ impl Proxy {
         account.explain_limits(&mut limits);
         let mut response = match answered {
             Answered::Whole(response) => response.map(ReplyBody::Whole),
-            Answered::Streaming { head, upstream, observer, ending, permit } => {
-                let reply = Reply::new(upstream, observer, ending, permit, self.cut.subscribe(), account);
+            Answered::Streaming { head, upstream, observer, ending, permit, again } => {
+                let reply = Reply::new(upstream, observer, ending, permit, again, self.cut.subscribe(), account);
                 Response::from_parts(head, ReplyBody::Streaming(Box::new(reply)))
             }
         };
@@ -238,52 +274,52 @@ impl Proxy {
 impl Outgoing {
     /// Waits for a slot, sends, and tries elsewhere what failed before its first byte or met a full backend: with its first arrival, never on the same
     /// backend twice, and within the pool's budget of retries.
-    async fn run(&self, edge: &Edge, routed: &Routed<'_>, account: &mut Account) -> Result<Answered, Failure> {
-        let mut excluded = Vec::new();
+    async fn run(&mut self, routed: &Routed<'_>, account: &mut Account) -> Result<Answered, Failure> {
         let mut last = None;
-        let mut retries = routed.settings.retries;
         loop {
-            let permit = match self.slot(routed, &excluded, account).await {
+            let permit = match self.slot(routed, account).await {
                 Ok(permit) => permit,
                 Err(rejection) => return self.turned_away(rejection, last),
             };
             let backend = permit.backend();
+            self.excluded.push(backend);
             // Without a target it has just left the pool, and nothing was tried.
             if let Some(target) = routed.pool.target(backend) {
                 account.released(&target, permit.facts(), self.arrived);
-                let ended = self.attempt(edge, routed, &target, permit, account).await;
+                let ended = self.attempt(routed, &target, permit, account).await;
                 if let Err(failure) = &ended {
                     account.failed(failure.verdict().1);
                 }
-                if !is_worth_another(&ended) || retries == 0 || !routed.pool.may_retry() {
+                if !is_worth_another(&ended) || self.retries == 0 || !routed.pool.may_retry() {
                     return ended;
                 }
-                retries -= 1;
+                self.retries -= 1;
                 last = Some(ended);
             }
-            excluded.push(backend);
         }
     }
 
     /// Waits in the queue. Dropping this leaves it.
-    async fn slot(&self, routed: &Routed<'_>, excluded: &[BackendId], account: &mut Account) -> Result<Permit, Rejection> {
+    async fn slot(&self, routed: &Routed<'_>, account: &mut Account) -> Result<Permit, Rejection> {
         account.enters(Stage::Queue);
         let asked = Instant::now();
         // What an attempt took before it failed was no wait in the queue.
         let until = routed.settings.timeouts.queue.saturating_sub(account.queued()).min(self.deadline.saturating_duration_since(asked));
+        // What was answered already is prompt to the next backend, and work that was done.
+        let told = self.begun.as_ref().map_or(0, |begun| begun.told);
         let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
             arrived: self.arrived,
             model: routed.model,
             score: self.score,
-            prompt_tokens: self.prompt.prompt_tokens,
-            max_output: self.prompt.max_output,
-            attained: 0,
+            prompt_tokens: self.prompt.prompt_tokens.saturating_add(told),
+            max_output: self.begun.as_ref().map_or(self.prompt.max_output, |begun| begun.places.left()),
+            attained: told,
             tenant: account.tenant().map(|tenant| tenant.id()),
             weight: account.tenant().map_or(Weight::ONE, |tenant| tenant.settings().weight),
             expires: routed.pool.dispatcher.at(asked).after(until),
             bytes: u32::try_from(self.held.bytes.len()).unwrap_or(u32::MAX),
             unscored: !self.api.is_scored(),
-            excluded: excluded.to_vec(),
+            excluded: self.excluded.clone(),
         });
         let granted = ticket.granted().await;
         account.waited(asked.elapsed());
@@ -300,7 +336,7 @@ impl Outgoing {
     }
 
     /// Sends it to one backend and waits for the head of the answer, or for all of one that is read whole.
-    async fn attempt(&self, edge: &Edge, routed: &Routed<'_>, target: &Target, permit: Permit, account: &mut Account) -> Result<Answered, Failure> {
+    async fn attempt(&self, routed: &Routed<'_>, target: &Target, permit: Permit, account: &mut Account) -> Result<Answered, Failure> {
         let Timeouts { connect, first_byte, inter_chunk, .. } = routed.settings.timeouts;
         let waits = Waits { connect, first_byte, total: self.deadline };
         let payload = self.payload(routed, target, &permit.facts());
@@ -326,7 +362,7 @@ impl Outgoing {
         account.observe(observation);
         account.answered(head.status);
         headers::strip_response(&mut head.headers);
-        if edge.headers {
+        if self.explained {
             explain(&mut head.headers, routed, target, account);
         }
         let mut upstream = Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, self.total) });
@@ -343,7 +379,7 @@ impl Outgoing {
         if is_read && has_type(&head.headers, "text/event-stream") {
             head.headers.remove(CONTENT_LENGTH);
             let observer = Some(Observer::new(account.model(), self.hide_usage));
-            return Ok(Answered::Streaming { head, upstream, observer, ending, permit });
+            return Ok(Answered::Streaming { head, upstream, observer, ending, permit, again: None });
         }
         if is_read && has_type(&head.headers, "application/json") {
             match whole(&mut upstream, account).await {
@@ -363,7 +399,7 @@ impl Outgoing {
                 }
             }
         }
-        Ok(Answered::Streaming { head, upstream, observer: None, ending, permit })
+        Ok(Answered::Streaming { head, upstream, observer: None, ending, permit, again: None })
     }
 
     /// The body as this backend is to read it.
@@ -374,6 +410,9 @@ impl Outgoing {
         }
         if self.hide_usage {
             self.prompt.ask_for_usage(&mut splices);
+        }
+        if let Some(begun) = &self.begun {
+            begun.places.ask(&mut splices, &begun.text);
         }
         let settings = target.backend.settings();
         if settings.priority

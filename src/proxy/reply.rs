@@ -13,11 +13,13 @@ use tokio::time::{Instant, Sleep};
 
 use super::account::Account;
 use super::response::Failure;
+use super::resume::Again;
 use super::stream::{Finish, Observer, Seen};
 use super::upstream::{AnswerBody, UpstreamError};
 use crate::dispatcher::Permit;
 use crate::fleet::Observation;
 use crate::scheduler::Ending;
+use crate::telemetry::Resume;
 
 /// Bytes of a refused body that are still read, so that its sender gets to see the refusal.
 const LINGER_BYTES: u64 = 64 << 20;
@@ -32,6 +34,8 @@ pub enum ReplyBody {
     Lingering(Box<Lingering>),
     /// From a backend.
     Streaming(Box<Reply>),
+    /// From the next backend, once there is one: the answer, and what the client gets before it goes on or at its end.
+    Resuming(Pin<Box<dyn Future<Output = (Box<Reply>, Bytes)> + Send>>),
 }
 
 /// The answer broke off: the client must not take it for a whole one.
@@ -59,11 +63,30 @@ impl Body for ReplyBody {
     type Error = BrokenOff;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BrokenOff>>> {
-        match &mut *self {
-            ReplyBody::Whole(bytes) if bytes.is_empty() => Poll::Ready(None),
-            ReplyBody::Whole(bytes) => Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
-            ReplyBody::Lingering(lingering) => lingering.poll_frame(cx).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes)))),
-            ReplyBody::Streaming(reply) => reply.poll_frame(cx).map(|bytes| bytes.map(|bytes| bytes.map(Frame::data))),
+        loop {
+            match &mut *self {
+                ReplyBody::Whole(bytes) if bytes.is_empty() => return Poll::Ready(None),
+                ReplyBody::Whole(bytes) => return Poll::Ready(Some(Ok(Frame::data(std::mem::take(bytes))))),
+                ReplyBody::Lingering(lingering) => return lingering.poll_frame(cx).map(|bytes| bytes.map(|bytes| Ok(Frame::data(bytes)))),
+                ReplyBody::Streaming(reply) => match ready!(reply.poll_frame(cx)) {
+                    Next::Bytes(bytes) => return Poll::Ready(Some(Ok(Frame::data(bytes)))),
+                    Next::BrokenOff => return Poll::Ready(Some(Err(BrokenOff))),
+                    Next::End => return Poll::Ready(None),
+                    Next::Elsewhere(failure) => {
+                        // It comes back in the future.
+                        if let ReplyBody::Streaming(reply) = std::mem::replace(&mut *self, ReplyBody::Whole(Bytes::new())) {
+                            *self = ReplyBody::Resuming(Box::pin(reply.go_on(failure)));
+                        }
+                    }
+                },
+                ReplyBody::Resuming(going_on) => {
+                    let (reply, bytes) = ready!(going_on.as_mut().poll(cx));
+                    *self = ReplyBody::Streaming(reply);
+                    if !bytes.is_empty() {
+                        return Poll::Ready(Some(Ok(Frame::data(bytes))));
+                    }
+                }
+            }
         }
     }
 
@@ -74,7 +97,7 @@ impl Body for ReplyBody {
     fn size_hint(&self) -> SizeHint {
         match self {
             ReplyBody::Whole(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            ReplyBody::Lingering(_) => SizeHint::default(),
+            ReplyBody::Lingering(_) | ReplyBody::Resuming(_) => SizeHint::default(),
             ReplyBody::Streaming(reply) => reply.length().map_or_else(SizeHint::default, SizeHint::with_exact),
         }
     }
@@ -185,6 +208,16 @@ impl Paced {
     }
 }
 
+/// What comes next of a streamed answer.
+enum Next {
+    Bytes(Bytes),
+    /// Nothing, and the client must not take that for an end.
+    BrokenOff,
+    End,
+    /// The rest, from another backend if there is one.
+    Elsewhere(Failure),
+}
+
 /// A streamed answer: the one guard of a request from its backend's first byte on.
 pub struct Reply {
     /// Gone when the backend has nothing more to say.
@@ -194,6 +227,8 @@ pub struct Reply {
     /// How the slot is given back if all goes well and nothing better is learnt.
     ending: Ending,
     permit: Option<Permit>,
+    /// What it takes to go on from another backend, where that is wanted.
+    again: Option<Box<Again>>,
     /// Ready when the process cuts what it cannot wait for.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     account: Account,
@@ -205,6 +240,7 @@ impl Reply {
         observer: Option<Observer>,
         ending: Ending,
         permit: Permit,
+        again: Option<Box<Again>>,
         mut cut: watch::Receiver<bool>,
         account: Account,
     ) -> Reply {
@@ -214,7 +250,7 @@ impl Reply {
                 std::future::pending::<()>().await;
             }
         });
-        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), cut, account }
+        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), again, cut, account }
     }
 
     /// The length of what is still to come, where nothing is changed on the way.
@@ -223,9 +259,9 @@ impl Reply {
         if self.observer.is_some() { None } else { upstream.length() }
     }
 
-    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, BrokenOff>>> {
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Next> {
         loop {
-            let Some(upstream) = &mut self.upstream else { return Poll::Ready(None) };
+            let Some(upstream) = &mut self.upstream else { return Poll::Ready(Next::End) };
             // Polled rather than looked at: an HTTP/2 stream is a task of its own, which nothing else would wake.
             if self.cut.as_mut().poll(cx).is_ready() {
                 return Poll::Ready(self.failed(&Failure::ShuttingDown));
@@ -239,32 +275,31 @@ impl Reply {
                             _ = upstream.poll_chunk(cx);
                             self.complete(None);
                         }
-                        return Poll::Ready(Some(Ok(chunk)));
+                        return Poll::Ready(Next::Bytes(chunk));
                     };
                     let out = observer.feed(chunk);
                     // Now, since a client may leave before the next chunk.
                     self.account.tokens(observer.seen());
-                    let output = observer.seen().output();
-                    if output > 0 {
+                    if observer.seen().output() > 0 {
                         self.account.first_token();
                     }
                     if let Some(permit) = &mut self.permit {
-                        permit.progress(output);
+                        permit.progress(observer.seen().here());
                     }
                     if !out.is_empty() {
-                        return Poll::Ready(Some(Ok(out)));
+                        return Poll::Ready(Next::Bytes(out));
                     }
                 }
-                Some(Err(failure)) => return Poll::Ready(self.failed(&failure)),
+                Some(Err(failure)) => return Poll::Ready(self.broke(failure)),
                 None => {
                     let proves_nothing = upstream.is_until_close();
+                    if proves_nothing && self.observer.as_ref().is_some_and(|observer| !observer.seen().done && observer.seen().finish.is_none()) {
+                        return Poll::Ready(self.broke(Failure::CutShort));
+                    }
                     let rest = self.observer.as_mut().map(Observer::end).unwrap_or_default();
                     let seen = self.observer.as_ref().map(|observer| *observer.seen());
-                    if proves_nothing && seen.is_some_and(|seen| !seen.done && seen.finish.is_none()) {
-                        return Poll::Ready(self.failed(&Failure::CutShort));
-                    }
                     self.complete(seen);
-                    return Poll::Ready((!rest.is_empty()).then_some(Ok(rest)));
+                    return Poll::Ready(if rest.is_empty() { Next::End } else { Next::Bytes(rest) });
                 }
             }
         }
@@ -289,26 +324,85 @@ impl Reply {
         }
     }
 
+    /// The backend broke off: another one may go on.
+    fn broke(&mut self, failure: Failure) -> Next {
+        if self.again.is_some() && matches!(failure, Failure::CutShort | Failure::InterChunk(_)) {
+            Next::Elsewhere(failure)
+        } else {
+            self.failed(&failure)
+        }
+    }
+
+    /// Goes on from another backend, or says why there is no more.
+    async fn go_on(mut self: Box<Self>, failure: Failure) -> (Box<Reply>, Bytes) {
+        self.backend_failed(&failure);
+        self.account.failed(failure.verdict().1);
+        let mut failure = failure;
+        if let (Some(observer), Some(mut again)) = (self.observer.take(), self.again.take()) {
+            let seen = *observer.seen();
+            if seen.done || seen.finish.is_some() && observer.hides_usage() {
+                // All that counts has come.
+                self.complete(Some(seen));
+                return (self, Bytes::from_static(if seen.done { b"" } else { b"\ndata: [DONE]\n\n" }));
+            }
+            let resumed = tokio::select! {
+                biased;
+                () = self.cut.as_mut() => None,
+                resumed = resume(&mut again, &observer, &mut self.account) => Some(resumed),
+            };
+            match resumed {
+                Some(Ok((upstream, permit))) => {
+                    self.account.resumed(Resume::Resumed);
+                    let observer = observer.of_the_rest(again.is_chat());
+                    self.account.tokens(observer.seen());
+                    (self.observer, self.again) = (Some(observer), Some(again));
+                    (self.upstream, self.permit) = (Some(upstream), Some(permit));
+                    // The blank line ends an event that has begun; where none has, it says nothing.
+                    return (self, Bytes::from_static(b"\n"));
+                }
+                Some(Err(why)) => self.account.resumed(why),
+                None => failure = Failure::ShuttingDown,
+            }
+            self.observer = Some(observer);
+        }
+        let Next::Bytes(words) = self.failed(&failure) else { return (self, Bytes::new()) };
+        (self, words)
+    }
+
     /// The answer cannot be finished: says so in a way that cannot be taken for its end.
-    fn failed(&mut self, failure: &Failure) -> Option<Result<Bytes, BrokenOff>> {
-        self.upstream = None;
+    fn failed(&mut self, failure: &Failure) -> Next {
+        self.backend_failed(failure);
         let seen = self.observer.take().map(|observer| *observer.seen());
         if let Some(seen) = &seen {
             self.account.tokens(seen);
         }
-        if matches!(failure, Failure::CutShort) {
+        self.account.ended(failure.verdict().1);
+        match seen {
+            Some(_) => Next::Bytes(failure.event(self.account.api(), self.account.request_id())),
+            None => Next::BrokenOff,
+        }
+    }
+
+    /// Gives back what the answer held of its backend, unless that is done already.
+    fn backend_failed(&mut self, failure: &Failure) {
+        if self.upstream.take().is_some() && matches!(failure, Failure::CutShort) {
             self.account.observe(Observation::Transport);
         }
-        self.account.ended(failure.verdict().1);
-        let output = seen.map_or(0, |seen| seen.output());
+        let output = self.observer.as_ref().map_or(0, |observer| observer.seen().here());
         if let Some(permit) = self.permit.take() {
             // A shutdown is not the backend's fault: the slot goes back as if the client had left.
             permit.finish(if matches!(failure, Failure::ShuttingDown) { Ending::Cancelled { output } } else { Ending::Failed { output } });
         }
-        Some(match seen {
-            Some(_) => Ok(failure.event(self.account.api(), self.account.request_id())),
-            None => Err(BrokenOff),
-        })
+    }
+}
+
+/// Asks another backend for what follows what `observer` has seen.
+async fn resume(again: &mut Again, observer: &Observer, account: &mut Account) -> Result<(Paced, Permit), Resume> {
+    match observer.kept() {
+        // The client asked for a count that went with the backend.
+        _ if observer.seen().finish.is_some() => Err(Resume::Unfit),
+        None => Err(Resume::Unfit),
+        Some(kept) => again.go_on(kept, observer.seen().output(), account).await,
     }
 }
 
@@ -316,7 +410,9 @@ impl Reply {
 pub fn ending_of(seen: &Seen) -> Ending {
     let (output, prompt) = (seen.output(), seen.prompt_tokens);
     match seen.finish {
-        _ if seen.error => Ending::Failed { output },
+        _ if seen.error => Ending::Failed { output: seen.here() },
+        // Its whole length is not what this backend produced, and what it produced is no whole length.
+        _ if seen.is_the_rest() => Ending::Uncounted,
         Some(Finish::Truncated) => Ending::Truncated { output, prompt },
         Some(Finish::Stopped) | None => Ending::Completed { output, prompt },
     }

@@ -14,6 +14,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::api::quoted;
+use super::kept::{Changes, Fate, Kept};
 use crate::scheduler::Tokens;
 
 /// The longest line that is looked at, in bytes; a longer one passes unread and unchanged.
@@ -26,6 +27,8 @@ pub struct Seen {
     pieces: Tokens,
     /// The backend's own count of output tokens.
     reported: Option<Tokens>,
+    /// Output of earlier backends that this one was told of, and so counts as prompt.
+    told: Tokens,
     /// The backend's own count of prompt tokens.
     pub prompt_tokens: Option<Tokens>,
     /// How the answer said that it ended.
@@ -54,9 +57,20 @@ impl Seen {
         }
     }
 
+    /// Of these, those of the backend that answers now.
+    pub fn here(&self) -> Tokens {
+        self.output().saturating_sub(self.told)
+    }
+
+    /// Another backend has begun the answer, so that its length here is not its own.
+    pub fn is_the_rest(&self) -> bool {
+        self.told > 0
+    }
+
     fn usage(&mut self, usage: &Usage) {
-        self.reported = usage.completion_tokens.or(usage.output_tokens).or(self.reported);
-        self.prompt_tokens = usage.prompt_tokens.or(usage.input_tokens).or(self.prompt_tokens);
+        let (output, prompt) = (usage.completion_tokens.or(usage.output_tokens), usage.prompt_tokens.or(usage.input_tokens));
+        self.reported = output.map(|tokens| tokens.saturating_add(self.told)).or(self.reported);
+        self.prompt_tokens = prompt.map(|tokens| tokens.saturating_sub(self.told)).or(self.prompt_tokens);
     }
 
     fn finish(&mut self, reason: &str) {
@@ -113,6 +127,8 @@ pub struct Observer {
     passing: bool,
     /// The event before was taken out: its blank line goes too.
     hiding: bool,
+    /// What the client has got, where another backend may have to go on with it.
+    kept: Option<Box<Kept>>,
 }
 
 /// What becomes of a line.
@@ -121,12 +137,36 @@ enum Verdict {
     Hide,
     /// This part of the payload is the model's name and becomes another.
     Rename(Range<usize>),
+    /// These parts become others; in order.
+    Change(Changes),
 }
 
 impl Observer {
     /// An observer that tells the client the name it asked for, `model`, and hides the last usage chunk if `hide_usage`.
     pub fn new(model: &str, hide_usage: bool) -> Observer {
-        Observer { seen: Seen::default(), model: quoted(model), hide_usage, partial: BytesMut::new(), passing: false, hiding: false }
+        Observer { seen: Seen::default(), model: quoted(model), hide_usage, partial: BytesMut::new(), passing: false, hiding: false, kept: None }
+    }
+
+    /// It keeps what the client gets from now on, behind what `kept` has.
+    pub fn keep(&mut self, kept: Box<Kept>) {
+        self.kept = Some(kept);
+    }
+
+    /// What the client has got; `None` where it is not kept.
+    pub fn kept(&self) -> Option<&Kept> {
+        self.kept.as_deref()
+    }
+
+    /// The client has not asked for the last usage chunk.
+    pub fn hides_usage(&self) -> bool {
+        self.hide_usage
+    }
+
+    /// An observer of the rest of the same answer, from a backend that was told what [`Kept::told`] says.
+    pub fn of_the_rest(mut self, chat: bool) -> Observer {
+        let told = self.kept.as_mut().map_or(0, |kept| kept.goes_on(chat, self.seen.output()));
+        let seen = Seen { pieces: told, told, ..Seen::default() };
+        Observer { seen, partial: BytesMut::new(), passing: false, hiding: false, ..self }
     }
 
     /// What is known so far.
@@ -136,7 +176,7 @@ impl Observer {
 
     /// Takes the next bytes from the backend and returns those for the client; none while a line is incomplete.
     pub fn feed(&mut self, chunk: Bytes) -> Bytes {
-        let Some(end) = memrchr(b'\n', &chunk).map(|at| at + 1) else { return self.keep(chunk) };
+        let Some(end) = memrchr(b'\n', &chunk).map(|at| at + 1) else { return self.hold(chunk) };
         let mut whole = chunk;
         let tail = whole.split_off(end);
         if self.passing {
@@ -154,7 +194,7 @@ impl Observer {
             }
             whole = self.lines(whole);
         }
-        if tail.is_empty() { whole } else { concat(&whole, &self.keep(tail)) }
+        if tail.is_empty() { whole } else { concat(&whole, &self.hold(tail)) }
     }
 
     /// The backend has ended the stream: what is left for the client.
@@ -164,12 +204,15 @@ impl Observer {
     }
 
     /// Keeps the beginning of a line, or lets it pass if it is too long.
-    fn keep(&mut self, tail: Bytes) -> Bytes {
+    fn hold(&mut self, tail: Bytes) -> Bytes {
         if self.passing {
             return tail;
         }
         if self.partial.len() + tail.len() > MAX_LINE {
             self.passing = true;
+            if let Some(kept) = &mut self.kept {
+                kept.lose("it has a line that is too long");
+            }
             let begun = std::mem::take(&mut self.partial).freeze();
             return concat(&begun, &tail);
         }
@@ -200,6 +243,14 @@ impl Observer {
                     changed.extend_from_slice(&self.model);
                     done = start + place.end;
                 }
+                Verdict::Change(changes) => {
+                    let changed = changed.get_or_insert_default();
+                    for (place, by) in changes {
+                        changed.extend_from_slice(&lines[done..start + place.start]);
+                        changed.extend_from_slice(&by);
+                        done = start + place.end;
+                    }
+                }
             }
             start = end;
         }
@@ -219,14 +270,32 @@ impl Observer {
             self.seen.done = true;
             return Verdict::Pass;
         }
-        let Ok(event) = serde_json::from_slice::<Event>(payload) else { return Verdict::Pass };
+        let Ok(event) = serde_json::from_slice::<Event>(payload) else {
+            if let Some(kept) = &mut self.kept {
+                kept.lose("it has an event that cannot be read");
+            }
+            return Verdict::Pass;
+        };
         let model = self.seen.event(&event);
         if self.hide_usage && event.usage.is_some() && event.choices.is_empty_list() {
             return Verdict::Hide;
         }
-        match model {
-            Some(raw) if raw.get().as_bytes() != self.model && raw.get().starts_with('"') => Verdict::Rename(place(line, raw)),
-            _ => Verdict::Pass,
+        let renamed = model.filter(|raw| raw.get().as_bytes() != self.model && raw.get().starts_with('"')).map(|raw| place(line, raw));
+        let changes = match self.kept.as_mut().map(|kept| kept.event(payload)) {
+            None => Changes::new(),
+            Some(Fate::Hide) => return Verdict::Hide,
+            Some(Fate::Change(changes)) => changes,
+        };
+        match renamed {
+            Some(place) if changes.is_empty() => Verdict::Rename(place),
+            None if changes.is_empty() => Verdict::Pass,
+            renamed => {
+                let before = line.len() - payload.len();
+                let mut changes: Changes = changes.into_iter().map(|(place, by)| (place.start + before..place.end + before, by)).collect();
+                changes.extend(renamed.map(|place| (place, self.model.clone())));
+                changes.sort_by_key(|(place, _)| place.start);
+                Verdict::Change(changes)
+            }
         }
     }
 }
@@ -250,7 +319,7 @@ pub fn read_answer(body: &Bytes, model: &str) -> Option<(Seen, Bytes)> {
 }
 
 /// Where `raw`, a slice of `whole`, stands in it.
-fn place(whole: &[u8], raw: &RawValue) -> Range<usize> {
+pub(super) fn place(whole: &[u8], raw: &RawValue) -> Range<usize> {
     let start = raw.get().as_ptr() as usize - whole.as_ptr() as usize;
     start..start + raw.get().len()
 }
@@ -635,6 +704,47 @@ mod tests {
         );
         assert!(seen(8, 1, Finish::Stopped)(&read_answer(&body, "up").unwrap().0));
         assert_eq!(read_answer(&Bytes::from_static(b"{"), "up"), None);
+    }
+
+    fn chunk(id: &str, delta: &str) -> String {
+        format!("data: {{\"id\":\"{id}\",\"created\":{},\"model\":\"up\",\"choices\":[{{\"index\":0,\"delta\":{delta}}}]}}\n\n", id.len())
+    }
+
+    /// Two backends, one answer: cut anywhere in the first one's last event, that event is the second one's to say.
+    #[test]
+    fn the_rest_of_an_answer_joins_its_beginning() {
+        const ROLE: &str = r#"{"role":"assistant","content":""}"#;
+        let word = |id, text: &str| chunk(id, &format!(r#"{{"content":"{text}"}}"#));
+        let usage = |prompt, output| {
+            format!("data: {{\"model\":\"up\",\"choices\":[],\"usage\":{{\"prompt_tokens\":{prompt},\"completion_tokens\":{output}}}}}\n\n")
+        };
+        let begin = [chunk("one", ROLE), word("one", "a")].concat();
+        let cut = word("one", " é");
+        let rest = [": keep-alive\n\n", &chunk("second", ROLE), &word("second", " é"), &usage(8, 3), "data: [DONE]\n\n"].concat();
+        let asked = |text: String| text.replace("\"up\"", "\"asked\"");
+        for length in 0..cut.find('\n').unwrap() {
+            let mut first = Observer::new("asked", false);
+            first.keep(Box::default());
+            let mut out = String::from_utf8(first.feed(Bytes::from(begin.clone())).to_vec()).unwrap();
+            out.push_str(std::str::from_utf8(&first.feed(Bytes::copy_from_slice(&cut.as_bytes()[..length]))).unwrap());
+            assert_eq!(first.seen().output(), 1);
+            assert_eq!(first.kept().unwrap().told(true, 1), Ok(("a", 1)));
+            let mut second = first.of_the_rest(true);
+            out.push_str(&run(&mut second, rest.as_bytes().chunks(7)));
+            let usage = usage(7, 4);
+            assert_eq!(out, asked(format!("{begin}: keep-alive\n\n{}{usage}data: [DONE]\n\n", word("one", " é"))), "cut at {length}");
+            assert_eq!((second.seen().prompt_tokens, second.seen().output(), second.seen().done), (Some(7), 4, true));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_cannot_be_gone_on_with() {
+        for line in ["data: {\n".to_owned(), format!("data: {}", "x".repeat(MAX_LINE))] {
+            let mut observer = Observer::new("up", false);
+            observer.keep(Box::default());
+            observer.feed(Bytes::from(line));
+            assert!(observer.kept().unwrap().told(true, 0).is_err());
+        }
     }
 
     proptest! {

@@ -12,6 +12,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use prometheus_client::registry::{Registry, Unit};
 
+use super::Resume;
+
 /// Models that get series of their own; later ones share `other`.
 const MAX_MODELS: usize = 200;
 /// Stands for a pool or model that is unknown, or one too many.
@@ -40,8 +42,12 @@ pub struct Record<'a> {
     pub prompt_tokens: Option<u32>,
     /// Output tokens that reached the client.
     pub output_tokens: u32,
-    /// Attempts on other backends.
+    /// Attempts on other backends before the first byte.
     pub retries: u32,
+    /// Backends that went on with an answer after one had died.
+    pub resumed: u32,
+    /// Why no other one did, one of a closed set of names.
+    pub not_resumed: Option<&'static str>,
     /// Where its score came from, one of a closed set of names; `None` for requests that are not scored.
     pub scoring: Option<&'static str>,
 }
@@ -62,6 +68,12 @@ struct ModelLabels {
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
 struct PoolLabels {
     pool: String,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+struct ResumeLabels {
+    pool: String,
+    outcome: &'static str,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
@@ -122,6 +134,7 @@ pub struct Metrics {
     prompt_tokens: Family<ModelLabels, Counter>,
     output_tokens: Family<ModelLabels, Counter>,
     retries: Family<PoolLabels, Counter>,
+    resumes: Family<ResumeLabels, Counter>,
     fallbacks: Family<FallbackLabels, Counter>,
     tenant_requests: Family<TenantOutcomeLabels, Counter>,
     tenant_prompt_tokens: Family<TenantLabels, Counter>,
@@ -151,6 +164,7 @@ impl Default for Metrics {
             prompt_tokens: Family::default(),
             output_tokens: Family::default(),
             retries: Family::default(),
+            resumes: Family::default(),
             fallbacks: Family::default(),
             tenant_requests: Family::default(),
             tenant_prompt_tokens: Family::default(),
@@ -174,6 +188,7 @@ impl Metrics {
         registry.register("prompt_tokens", "Prompt tokens, as backends count them", self.prompt_tokens.clone());
         registry.register("output_tokens", "Output tokens sent to clients", self.output_tokens.clone());
         registry.register("retries", "Attempts on another backend before the first byte", self.retries.clone());
+        registry.register("resumes", "Answers whose backend died while they streamed, by what became of them", self.resumes.clone());
         registry.register("fallbacks", "Requests that another pool took over, since no backend of theirs could serve them", self.fallbacks.clone());
         registry.register("tenant_requests", "Requests of a tenant that ended, by how", self.tenant_requests.clone());
         registry.register("tenant_prompt_tokens", "Prompt tokens of a tenant, as backends count them", self.tenant_prompt_tokens.clone());
@@ -216,6 +231,10 @@ impl Metrics {
         }
         if record.retries > 0 {
             self.retries.get_or_create(&of_pool).inc_by(record.retries.into());
+        }
+        let resumed = (record.resumed > 0).then_some((Resume::Resumed.as_str(), record.resumed));
+        for (outcome, count) in resumed.into_iter().chain(record.not_resumed.map(|why| (why, 1))) {
+            self.resumes.get_or_create(&ResumeLabels { pool: pool.clone(), outcome }).inc_by(count.into());
         }
         if let Some(result) = record.scoring {
             self.scores.get_or_create(&ScoringLabels { pool: pool.clone(), result }).inc();
@@ -275,6 +294,8 @@ mod tests {
             prompt_tokens: Some(100),
             output_tokens: 50,
             retries: 1,
+            resumed: 2,
+            not_resumed: Some("budget"),
             scoring: Some("scored"),
         }
     }
@@ -299,6 +320,8 @@ mod tests {
             "headway_prompt_tokens_total{pool=\"chat\",model=\"llama\"} 200",
             "headway_output_tokens_total{pool=\"chat\",model=\"llama\"} 100",
             "headway_retries_total{pool=\"chat\"} 2",
+            "headway_resumes_total{pool=\"chat\",outcome=\"resumed\"} 4",
+            "headway_resumes_total{pool=\"chat\",outcome=\"budget\"} 2",
             "headway_fallbacks_total{pool=\"large\",to=\"chat\"} 2",
             "headway_tenant_requests_total{tenant=\"search\",outcome=\"completed\"} 2",
             "headway_tenant_prompt_tokens_total{tenant=\"search\"} 200",
@@ -333,6 +356,8 @@ mod tests {
             prompt_tokens: None,
             output_tokens: 0,
             retries: 0,
+            resumed: 0,
+            not_resumed: None,
             scoring: None,
             ..record(Some("m"))
         };

@@ -67,8 +67,40 @@ pub struct Outcome<'a> {
     pub aged: bool,
     /// Released by another backend than the one it waited for.
     pub stolen: bool,
-    /// Attempts on other backends.
+    /// Attempts on other backends before the answer began.
     pub retries: u32,
+    /// Backends that went on with the answer after one had died.
+    pub resumed: u32,
+    /// Why no other one did, when the last one died.
+    pub not_resumed: Option<&'static str>,
+}
+
+/// What became of an answer whose backend died while it streamed, in a pool whose answers go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resume {
+    /// Another backend went on with it.
+    Resumed,
+    /// Its rest cannot be asked for: it is more than one text, or it is too long to be kept.
+    Unfit,
+    /// It had no retries left, or its pool none.
+    Budget,
+    /// No other backend could be reached, or none that can go on with an answer.
+    NoBackend,
+    /// Another backend did not take it.
+    Refused,
+}
+
+impl Resume {
+    /// The word in metrics and logs.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Resume::Resumed => "resumed",
+            Resume::Unfit => "unfit",
+            Resume::Budget => "budget",
+            Resume::NoBackend => "no_backend",
+            Resume::Refused => "refused",
+        }
+    }
 }
 
 /// Counts a request and writes its line of the access log (target `access`).
@@ -86,6 +118,8 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         prompt_tokens: outcome.prompt_tokens,
         output_tokens: outcome.output_tokens,
         retries: outcome.retries,
+        resumed: outcome.resumed,
+        not_resumed: outcome.not_resumed,
         scoring: outcome.scoring,
     });
     tracing::info!(
@@ -113,6 +147,8 @@ pub fn record(outcome: &Outcome, metrics: &Metrics) {
         aged = outcome.aged,
         stolen = outcome.stolen,
         retries = outcome.retries,
+        resumed = outcome.resumed,
+        not_resumed = outcome.not_resumed,
     );
 }
 
@@ -152,6 +188,8 @@ impl Outcome<'_> {
             aged: false,
             stolen: false,
             retries: 0,
+            resumed: 0,
+            not_resumed: None,
         }
     }
 }

@@ -53,6 +53,16 @@ impl EngineKind {
         }
     }
 
+    /// Whether it goes on with an answer that was begun elsewhere: with the last message of a chat where the request says so, or with a plain prompt. Left out are
+    /// engines that would put a template around the prompt (Ollama), and those of which it is not known.
+    pub const fn continues(self, chat: bool) -> bool {
+        match self {
+            EngineKind::Vllm | EngineKind::Sglang | EngineKind::LlamaCpp => true,
+            EngineKind::Tgi => !chat,
+            EngineKind::Ollama | EngineKind::OpenAi => false,
+        }
+    }
+
     /// The path that a probe asks for.
     pub(super) const fn health_path(self) -> &'static str {
         match self {

@@ -6,6 +6,7 @@
 mod chat;
 mod depth;
 mod multipart;
+pub mod resume;
 mod splice;
 mod text;
 
