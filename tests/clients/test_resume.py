@@ -6,7 +6,7 @@ import socket
 import httpx
 import openai
 import pytest
-from processes import PATIENCE, pool
+from processes import PATIENCE, metric, pool
 from scripted import ScriptedBackend, gate
 from wire import CHAT, Call, chat, post
 
@@ -386,3 +386,37 @@ def test_a_place_where_nothing_can_go_on_is_a_mistake(launch):
     gateway.write(pools=[pool("sim", backend, resume=True, retries=0)])
     [problem] = gateway.reload().json()["error"]["problems"]
     assert problem["field"] == "pools[0].resume"
+
+
+def test_a_real_engine_goes_on_where_a_killed_one_stopped(launch):
+    """Greedy, on a model whose tokens are whole words, so that a text has one tokenization wherever it is cut: the two halves make the undisturbed answer."""
+    engines = [launch.llama(hidden=256, layers=4, context=2048) for _ in range(2)]
+    gateway = launch.gateway(pool("toy", *engines, resume=True)).healthy(2)
+    settings = {"model": "toy", "temperature": 0, "max_tokens": 300, "stream": True, "stream_options": {"include_usage": True}}
+    settings["messages"] = [{"role": "user", "content": "say something new about the house"}]
+    with openai.OpenAI(base_url=gateway.url + "/v1", api_key="x", max_retries=0, timeout=60) as sdk:
+
+        def answer(kill_after=None):
+            words, chunks = [], []
+            with sdk.chat.completions.create(**settings) as stream:
+                backend = stream.response.headers["x-headway-backend"]
+                for chunk in stream:
+                    chunks.append(chunk)
+                    words += [choice.delta.content for choice in chunk.choices if choice.delta.content]
+                    if len(words) == kill_after:
+                        next(engine for engine in engines if engine.url.endswith(backend)).child.kill()
+            return words, chunks
+
+        whole, chunks = answer()
+        usage = chunks[-1].usage
+        assert (len(whole), usage.completion_tokens) == (300, 300)
+        assert len(set(whole)) > 20, "it says more than a loop of a few words"
+        # Whatever the engine has in its cache: what was asked before does not change what it says.
+        assert answer()[0] == whole
+        resumed, chunks = answer(kill_after=40)
+    assert "".join(resumed) == "".join(whole)
+    assert sum(engine.alive for engine in engines) == 1
+    assert [chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens] == [usage.prompt_tokens, 300]
+    assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
+    assert [chunk.choices[0].delta.role for chunk in chunks if chunk.choices].count("assistant") == 1
+    assert metric(gateway.admin, 'headway_resumes_total{pool="chat",outcome="resumed"}') == 1
