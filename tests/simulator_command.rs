@@ -26,9 +26,9 @@ gammas: [0.1, 1]
 fn reports_compare_policies_on_the_same_requests() {
     let dir = tempfile::tempdir().unwrap();
     let file = |name: &str| dir.path().join(name).display().to_string();
-    let (scenario, json, html) = (file("small.yaml"), file("small.json"), file("small.html"));
+    let (scenario, json, html, answers) = (file("small.yaml"), file("small.json"), file("small.html"), file("answers.csv"));
     fs::write(&scenario, SMALL).unwrap();
-    let reports = || headway(&[&scenario, "--seed", "5", "--check", "--json", &json, "--html", &html]);
+    let reports = || headway(&[&scenario, "--seed", "5", "--check", "--json", &json, "--html", &html, "--answers", &answers]);
     let output = reports();
     assert!(output.status.success(), "{}", text(&output.stderr));
     let table = text(&output.stdout);
@@ -63,6 +63,11 @@ fn reports_compare_policies_on_the_same_requests() {
     // The same requests, so the same tokens.
     let mean = |policy: &str| runs.iter().find(|run| run["policy"] == policy).and_then(|run| run["ttlt_seconds"]["mean"].as_f64()).unwrap();
     assert!(mean("sjf") < mean("fcfs"), "{table}");
+
+    let answers = fs::read_to_string(&answers).unwrap();
+    let rows = answers.lines().skip(1).map(|row| row.split(',').collect::<Vec<_>>()).filter(|row| row[0] == "headway");
+    let ttlt: Vec<f64> = rows.map(|row| row[4].parse().unwrap()).collect();
+    assert!(ttlt.len() == 360 && (ttlt.iter().sum::<f64>() / 360.0 - mean("headway")).abs() < 1e-5, "{}", ttlt.len());
 
     let page = fs::read_to_string(&html).unwrap();
     assert!(page.matches("<svg ").count() == 5 && page.matches("</svg>").count() == 5 && page.ends_with("</html>\n"));

@@ -3,7 +3,7 @@
 //! It works in iterations, as vLLM's scheduler does (`vllm/v1/core/sched/scheduler.py`). Each computes at most `max_batched_tokens` tokens: first for
 //! the requests that run already, one token each while they decode and a chunk of their prompt before, then for waiting ones as long as slots, tokens
 //! and KV blocks last. When blocks run out, a running request is preempted: it gives back its blocks, waits again and later recomputes its prompt and
-//! what it had produced. How long an iteration takes is a linear formula ([`Timing`]). Orders that papers compare rank every request before each iteration and may
+//! what it had produced, unless it is swapped out to host memory ([`Profile::swap`]). How long an iteration takes is a linear formula ([`Timing`]). Orders that papers compare rank every request before each iteration and may
 //! preempt for the sake of the order ([`Order`]).
 //!
 //! [`Engine::advance`] is the whole of it: complete the iterations that are over, begin the next. [`server`] runs it in real time behind HTTP.
@@ -59,7 +59,7 @@ pub struct Event {
 pub enum What {
     /// Left the waiting queue; this many of its tokens were found in the prefix cache. Happens again after a preemption.
     Admitted { cached: Tokens },
-    /// Back in the waiting queue, its KV blocks gone.
+    /// Back in the waiting queue, its KV blocks gone, or copied to host memory.
     Preempted,
     /// Has produced this many tokens in all; 1 is the first token.
     Token(Tokens),
@@ -186,6 +186,8 @@ pub struct Engine {
     current: Option<Iteration>,
     arrivals: u64,
     counters: Counters,
+    /// KV tokens copied to or from host memory since the last iteration began.
+    swapped: u64,
 }
 
 impl Engine {
@@ -203,6 +205,7 @@ impl Engine {
             current: None,
             arrivals: 0,
             counters: Counters::default(),
+            swapped: 0,
         }
     }
 
@@ -374,15 +377,21 @@ impl Engine {
         } else if self.ranking.is_some() {
             self.rank(now, events);
         }
-        if batch.sequences == 0 {
+        if batch.prefill == 0 {
             let preempted = self.continue_running(now, &mut budget, &mut batch, events);
             if !preempted && self.profile.order != Order::PrefillFirst {
                 self.admit_waiting(false, now, &mut budget, &mut batch, events);
             }
         }
-        self.current = (batch.sequences > 0).then(|| Iteration {
+        if batch.sequences == 0 {
+            self.current = None;
+            return;
+        }
+        // Copies are over before anything is computed.
+        let copies = Duration::from_secs_f64(self.profile.swap.unwrap_or(0.0) * std::mem::take(&mut self.swapped) as f64);
+        self.current = Some(Iteration {
             began: now,
-            ends: now.after(self.profile.timing.iteration(batch.sequences, batch.prefill, batch.kv)),
+            ends: now.after(copies + self.profile.timing.iteration(batch.sequences, batch.prefill, batch.kv)),
             sequences: batch.sequences,
             prefill_tokens: batch.prefill,
             decode_tokens: batch.decode,
@@ -397,6 +406,11 @@ impl Engine {
         'running: while at < self.running.len() && *budget > 0 {
             let place = self.running[at];
             let request = &mut self.requests[place as usize];
+            if request.taken > 0 {
+                // Swapped in for this iteration.
+                at += 1;
+                continue;
+            }
             let take = (request.known - request.computed).min(*budget);
             let end = request.computed + take;
             if end > request.room || request.shared.len() < request.hashes.len() {
@@ -441,14 +455,15 @@ impl Engine {
             let usable = ((request.known - 1) / BLOCK_TOKENS).min(request.hashes.len() as u32);
             let (hits, idle) = self.blocks.lookup(&request.hashes[..usable as usize]);
             let cached = hits * BLOCK_TOKENS;
-            let mut take = (request.known - cached).min(*budget);
-            if whole && cached + take < request.known {
+            let kept = request.computed.max(cached);
+            let mut take = (request.known - kept).min(*budget);
+            if whole && kept + take < request.known {
                 if batch.sequences > 0 {
                     return;
                 }
-                take = request.known - cached;
+                take = request.known - kept;
             }
-            let fresh = (cached + take).div_ceil(BLOCK_TOKENS) - hits;
+            let fresh = (kept + take).div_ceil(BLOCK_TOKENS) - hits;
             if fresh + idle > self.blocks.available() {
                 return;
             }
@@ -457,7 +472,8 @@ impl Engine {
                 request.shared.extend(self.blocks.hold(hash));
             }
             request.room = cached;
-            request.computed = cached;
+            self.swapped += u64::from(kept - cached);
+            request.computed = kept;
             request.taken = take;
             request.since = request.known;
             if !request.preempted {
@@ -465,7 +481,7 @@ impl Engine {
                 self.counters.prefix_hits += u64::from(cached);
             }
             events.push(Event { at: now, id: request.id, what: What::Admitted { cached } });
-            let grown = self.grow(place, cached + take);
+            let grown = self.grow(place, kept + take);
             debug_assert!(grown, "availability was checked");
             *budget = budget.saturating_sub(take);
             batch.add(&self.requests[place as usize]);
@@ -513,7 +529,11 @@ impl Engine {
         request.shared.clear();
         request.private = 0;
         request.room = 0;
-        request.computed = 0;
+        if self.profile.swap.is_some() {
+            self.swapped += u64::from(request.computed);
+        } else {
+            request.computed = 0;
+        }
         request.preempted = true;
         events.push(Event { at: now, id: request.id, what: What::Preempted });
         let key = request.waiting_key(place);

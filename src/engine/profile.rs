@@ -97,6 +97,9 @@ pub struct Profile {
     pub order: Order,
     /// Whether full prompt blocks are kept and found again by later requests.
     pub prefix_cache: bool,
+    /// Seconds that it takes to copy a KV token to host memory, or back: what a preempted request has computed is kept there (vLLM's `preemption_mode=swap`, until 0.8).
+    /// `None` drops it, and it is computed again. Host memory has room for all.
+    pub swap: Option<f64>,
 }
 
 impl Profile {
@@ -111,6 +114,7 @@ impl Profile {
             max_model_len: 32_768,
             order: Order::Fcfs,
             prefix_cache: true,
+            swap: None,
         }
     }
 
@@ -124,6 +128,7 @@ impl Profile {
             max_model_len: 32_768,
             order: Order::Fcfs,
             prefix_cache: true,
+            swap: None,
         }
     }
 
@@ -137,6 +142,7 @@ impl Profile {
             max_model_len: 32_768,
             order: Order::Fcfs,
             prefix_cache: true,
+            swap: None,
         }
     }
 

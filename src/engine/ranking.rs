@@ -200,7 +200,7 @@ impl Engine {
         if first.arrived > now {
             return;
         }
-        let blocks = first.known.min(self.profile.max_batched_tokens).div_ceil(BLOCK_TOKENS);
+        let blocks = (first.computed + (first.known - first.computed).min(self.profile.max_batched_tokens)).div_ceil(BLOCK_TOKENS);
         let mut missing = blocks.saturating_sub(self.blocks.available());
         let mut slot = self.running.len() < self.profile.max_num_seqs as usize;
         if slot && missing == 0 {

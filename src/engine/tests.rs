@@ -19,6 +19,7 @@ fn profile() -> Profile {
         max_model_len: 10_000,
         order: Order::Fcfs,
         prefix_cache: true,
+        swap: None,
     }
 }
 
@@ -77,11 +78,8 @@ fn check(engine: &Engine) {
     assert!(engine.kv_blocks_held() <= profile.kv_blocks, "more blocks than there are");
     for &(_, _, place) in &engine.waiting {
         let request = &engine.requests[place as usize];
-        assert_eq!(
-            (request.private, request.shared.len(), request.taken, request.computed),
-            (0, 0, 0, 0),
-            "holds something while it waits: {request:?}"
-        );
+        assert_eq!((request.private, request.shared.len(), request.taken), (0, 0, 0), "holds something while it waits: {request:?}");
+        assert!(request.computed == 0 || profile.swap.is_some() && request.preempted, "has something that is nowhere: {request:?}");
     }
     assert!(engine.running() <= profile.max_num_seqs as usize);
     assert_eq!(engine.running() + engine.waiting(), engine.places.len(), "a request is nowhere or twice");
@@ -218,6 +216,33 @@ fn out_of_blocks_the_last_one_recomputes_prompt_and_answer_later() {
     let counters = engine.counters();
     assert_eq!((counters.preemptions, counters.prompt_tokens, counters.generation_tokens), (1, 40, 40));
     assert_eq!(counters.prefix_queries, 40, "a readmission is no new query");
+}
+
+/// The same scene; a copied token costs 10 us.
+#[test]
+fn swapped_out_nothing_is_computed_again() {
+    let mut engine = Engine::new(Profile { kv_blocks: 4, swap: Some(1e-5), ..profile() });
+    submit(&mut engine, Time::ZERO, 1, work(20, 20));
+    submit(&mut engine, Time::ZERO, 2, work(20, 20));
+    let (events, iterations) = run(&mut engine, Time::ZERO);
+    let computed = |count: fn(&Iteration) -> u32| iterations.iter().map(count).sum::<u32>();
+    assert_eq!((computed(|i| i.prefill_tokens), computed(|i| i.decode_tokens)), (20 + 20, 19 + 19));
+    // It had computed 20 + 12 tokens, which are copied out before the iteration that needs their room, and back in before its next one.
+    let ends = [1, 2].map(|id| finished_at(&events, id).expect("it ends").as_micros());
+    assert_eq!((engine.counters().preemptions, ends), (1, [20_000 + 320, 27_000 + 2 * 320]));
+}
+
+/// A swapped request is back beside those that decode; without a prompt to compute nobody waits for it.
+#[test]
+fn whole_prompts_first_is_about_prompts() {
+    let mut engine = Engine::new(Profile { kv_blocks: 4, swap: Some(0.0), order: Order::PrefillFirst, ..profile() });
+    submit(&mut engine, Time::ZERO, 1, work(20, 20));
+    submit(&mut engine, Time::ZERO, 2, work(20, 12));
+    submit(&mut engine, Time::ZERO, 3, work(20, 8));
+    let (events, iterations) = run(&mut engine, Time::ZERO);
+    assert!(iterations.iter().all(|iteration| iteration.prefill_tokens == 0 || iteration.decode_tokens == 0));
+    let decode: u32 = iterations.iter().map(|iteration| iteration.decode_tokens).sum();
+    assert_eq!((decode, events.iter().filter(|event| event.what == What::Finished).count()), (19 + 11 + 7, 3));
 }
 
 #[test]
@@ -449,10 +474,11 @@ fn any_profile() -> impl Strategy<Value = Profile> {
         boost(Step::Unified, Some(1.0)),
         boost(Step::Guarded, None),
     ];
-    let profile = (17..60u32, 1..8u32, 1..150u32, prop::sample::select(orders), any::<bool>());
-    profile.prop_map(|(kv_blocks, max_num_seqs, max_batched_tokens, order, prefix_cache)| {
+    let swap = prop::option::of(Just(1e-5));
+    let profile = (17..60u32, 1..8u32, 1..150u32, prop::sample::select(orders), any::<bool>(), swap);
+    profile.prop_map(|(kv_blocks, max_num_seqs, max_batched_tokens, order, prefix_cache, swap)| {
         let timing = Timing { base: 1e-3, per_sequence: 1e-4, per_prefill_token: 1e-5, per_kv_token: 1e-6 };
-        Profile { timing, kv_blocks, max_num_seqs, max_batched_tokens, max_model_len: 10_000, order, prefix_cache }
+        Profile { timing, kv_blocks, max_num_seqs, max_batched_tokens, max_model_len: 10_000, order, prefix_cache, swap }
     })
 }
 

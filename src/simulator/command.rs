@@ -40,6 +40,9 @@ pub struct Args {
     /// Write all figures here
     #[arg(long, value_name = "FILE", conflicts_with = "fuzz")]
     json: Option<PathBuf>,
+    /// Write what became of each request here, as CSV
+    #[arg(long, value_name = "FILE", conflicts_with = "fuzz")]
+    answers: Option<PathBuf>,
     /// Write a page with charts here
     #[arg(long, value_name = "FILE", conflicts_with = "fuzz")]
     html: Option<PathBuf>,
@@ -111,6 +114,9 @@ fn compare(args: &Args, path: &Path) -> anyhow::Result<()> {
     eprintln!("{}", speed(&results));
     if let Some(file) = &args.json {
         std::fs::write(file, table::json(&header, &results)).with_context(|| format!("writing {}", file.display()))?;
+    }
+    if let Some(file) = &args.answers {
+        std::fs::write(file, table::answers(&results)).with_context(|| format!("writing {}", file.display()))?;
     }
     if let Some(file) = &args.html {
         std::fs::write(file, page::page(&header, &results)).with_context(|| format!("writing {}", file.display()))?;

@@ -63,6 +63,7 @@ fn member(random: &mut Random) -> Member {
         max_model_len: 4096,
         order: random.pick(&[EngineOrder::Fcfs, EngineOrder::Priority]),
         prefix_cache: false,
+        swap: None,
     };
     let initial = random.within(1, 8) as u32;
     let slots = if random.chance(0.5) { Slots::Fixed(initial) } else { Slots::Auto { initial, max: initial + random.below(20) as u32 } };

@@ -12,7 +12,7 @@ use super::super::{AUTO_SLOTS, Arrivals, Dispatch, Job, Length, Member, Part, Sc
 use super::trace;
 use crate::config::DEFAULT_LIMITS;
 use crate::config::reading::{Checker, ConfigError, FromText, Leaf, Mistake, Place, TextOr, choice, parse, policy_beside};
-use crate::engine::{Boosting, Order as EngineOrder, Profile, Step};
+use crate::engine::{Boosting, Order as EngineOrder, Profile, Step, Timing};
 use crate::scheduler::{Gamma, Limits, Order, Policy, PolicyParts, Slots, Target, Tokens, Weight};
 
 /// A scenario, ready to run.
@@ -62,6 +62,8 @@ pub(super) struct Contender {
     pub dispatch: Dispatch,
     /// How all engines order their requests, instead of as the fleet has it.
     pub order: Option<EngineOrder>,
+    /// Whether they swap out whom they preempt.
+    pub swaps: bool,
 }
 
 impl Contender {
@@ -70,6 +72,7 @@ impl Contender {
         let ordered = |member: &Member| {
             let mut member = member.clone();
             member.profile.order = self.order.unwrap_or(member.profile.order);
+            member.profile.swap = self.swaps.then_some(SWAP);
             member
         };
         scenario.fleet.iter().map(ordered).collect()
@@ -78,6 +81,9 @@ impl Contender {
 
 /// The standard deviation of the logarithm of TRAIL's predictions, and the share of its predicted output until which a request gives way.
 const TRAIL: (f64, f64) = (0.5, 0.8);
+
+/// Seconds that a KV token of an 8B model takes to host memory or back: 128 KiB at the 25 GB/s of PCIe 4.0 with 16 lanes.
+const SWAP: f64 = 5.2e-6;
 
 /// The orders inside an engine, by name; those that boost at this gamma, or following the tail.
 fn engine_orders(gamma: Option<f64>) -> [(&'static str, EngineOrder); 12] {
@@ -169,7 +175,7 @@ fn build(path: &Path, text: &str) -> Result<Scenario, ConfigError> {
     Ok(Scenario { seed, fleet, workload, drawn, pace, tenants, scores, policies, gammas, queue_timeout, warm_up })
 }
 
-/// A contender by its name: `round-robin`, `least-loaded`, `engine:ORDER`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one;
+/// A contender by its name: `round-robin`, `least-loaded`, `engine:ORDER`, `engine:ORDER+swap`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one;
 /// `NAME@GAMMA` is the same policy at a fixed gamma, or at one of the targets mean, balanced and tail.
 ///
 /// # Errors
@@ -185,17 +191,18 @@ pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, Config
         _ => None,
     };
     if let Some(dispatch) = direct {
-        return Ok(Contender { name: reference.to_owned(), dispatch, order: None });
+        return Ok(Contender { name: reference.to_owned(), dispatch, order: None, swaps: false });
     }
     if let Some(order) = name.strip_prefix("engine:") {
         let wrong = |mistake: Mistake| ConfigError::of_file(Path::new(reference), mistake.message, mistake.hint);
         let gamma =
             gamma.map(|text| f64::from_text(text).ok().filter(|gamma| *gamma > 0.0).ok_or_else(|| not_a_gamma(reference, text))).transpose()?;
+        let (order, swaps) = order.strip_suffix("+swap").map_or((order, false), |order| (order, true));
         let order = choice("order of an engine", order, &engine_orders(gamma)).map_err(wrong)?;
         if gamma.is_some() && !matches!(order, EngineOrder::Boost(_)) {
             return Err(wrong(Mistake::new("this order has no gamma", "leave out @ and what follows it")));
         }
-        return Ok(Contender { name: reference.to_owned(), dispatch: Dispatch::RoundRobin, order: Some(order) });
+        return Ok(Contender { name: reference.to_owned(), dispatch: Dispatch::RoundRobin, order: Some(order), swaps });
     }
     let default = || policy_beside("headway", dir).map(|named| parts(&named.policy));
     let mut parts = match name {
@@ -217,7 +224,7 @@ pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, Config
     let policy = Policy::new(parts).map_err(|error| ConfigError::of_file(Path::new(reference), error.to_string(), String::new()))?;
     let name = Path::new(name).file_stem().map_or_else(|| name.to_owned(), |stem| stem.to_string_lossy().into_owned());
     let name = gamma.map_or(name.clone(), |gamma| format!("{name}@{gamma}"));
-    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS }, order: None })
+    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS }, order: None, swaps: false })
 }
 
 fn not_a_gamma(reference: &str, text: &str) -> ConfigError {
@@ -306,12 +313,23 @@ struct RawScores {
     tau: Leaf<f64>,
 }
 
+/// Seconds, as [`Timing`] has them.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawTiming {
+    base: Leaf<f64>,
+    per_sequence: Leaf<f64>,
+    per_prefill_token: Leaf<f64>,
+    per_kv_token: Leaf<f64>,
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct RawMember {
     engine: Leaf<String>,
     count: Option<Leaf<u64>>,
     speed: Option<Leaf<f64>>,
+    timing: Option<RawTiming>,
     sequences: Option<Leaf<u64>>,
     kv_tokens: Option<Leaf<u64>>,
     context: Option<Leaf<u64>>,
@@ -353,6 +371,16 @@ impl Reader<'_> {
             let engines = [("small", Profile::small()), ("medium", Profile::medium()), ("large", Profile::large())];
             let profile = self.checker.read_text(&raw.engine.text, &place.key("engine"), |text| choice("engine", text, &engines));
             let mut profile = profile.unwrap_or_else(Profile::medium);
+            if let Some(raw) = &raw.timing {
+                let place = place.key("timing");
+                let mut seconds = |leaf, key| self.checker.bounded(Some(leaf), &place.key(key), 0.0..=100.0, 0.0, |seconds| seconds.to_string());
+                profile.timing = Timing {
+                    base: seconds(&raw.base, "base"),
+                    per_sequence: seconds(&raw.per_sequence, "per_sequence"),
+                    per_prefill_token: seconds(&raw.per_prefill_token, "per_prefill_token"),
+                    per_kv_token: seconds(&raw.per_kv_token, "per_kv_token"),
+                };
+            }
             let sequences = self.checker.number(raw.sequences.as_ref(), &place.key("sequences"), 1..=100_000, u64::from(profile.max_num_seqs));
             profile.max_num_seqs = sequences as u32;
             let block = u64::from(crate::engine::BLOCK_TOKENS);
@@ -588,8 +616,8 @@ mod tests {
     fn every_field_is_read() {
         let text = "seed: 9
 workload: { requests: 50, arrivals: { clients: 4, think: 2s }, prompt: { mean: 80 }, output: { mixture: [{ share: 2, median: 10, sigma: 0.5 }, { share: 1, median: 90, sigma: 0.1 }], longest: 200 }, scores: oracle, tenants: [{ name: a, weight: 3 }, { name: b, share: 0.5 }] }
-fleet: [{ engine: large, count: 2, speed: 0.5, sequences: 16, kv_tokens: 32000, context: 9000, order: priority, slots: 12, weight: 2 }, { engine: small }]
-policies: [headway@0.01, headway@mean, sjf, oracle-sjf, engine:trail-plus, engine:distboost@0.2]
+fleet: [{ engine: large, count: 2, speed: 0.5, sequences: 16, kv_tokens: 32000, context: 9000, order: priority, slots: 12, weight: 2 }, { engine: small, timing: { base: 0.01, per_sequence: 0.001, per_prefill_token: 2e-4, per_kv_token: 0 } }]
+policies: [headway@0.01, headway@mean, sjf, oracle-sjf, engine:trail-plus, engine:distboost@0.2, engine:las+swap]
 gammas: [0.01, 0.1]
 queue_timeout: 10m
 warm_up: 0.1
@@ -599,6 +627,8 @@ warm_up: 0.1
         assert_eq!((scenario.fleet.len(), first.speed, first.slots, first.weight.get()), (3, 0.5, Slots::Fixed(12), 2.0));
         assert_eq!((first.profile.max_num_seqs, first.profile.kv_blocks, first.profile.order), (16, 2000, EngineOrder::Priority));
         assert_eq!(first.profile.max_model_len, 9000);
+        let timing = Timing { base: 0.01, per_sequence: 0.001, per_prefill_token: 2e-4, per_kv_token: 0.0 };
+        assert_eq!(scenario.fleet[2].profile.timing, timing);
         let workload = scenario.workload(9, 1.0);
         assert_eq!((workload.clients, scenario.scores, scenario.gammas.len(), scenario.warm_up), (Some(4), Some(Scores::Oracle), 2, 0.1));
         let tenants: Vec<_> = scenario.tenants.iter().map(|(name, sender)| (name.as_str(), sender.share, sender.weight.get())).collect();
@@ -614,6 +644,8 @@ warm_up: 0.1
         assert_eq!((gamma(2).0, gamma(3).0), (Order::Pars, Order::OracleSjf));
         let inside = |index: usize| scenario.policies[index].fleet(&scenario)[0].profile.order;
         assert_eq!((inside(3), inside(4)), (EngineOrder::Priority, EngineOrder::Remaining { noise: 0.0, until: 0.8 }));
+        let swaps = |index: usize| scenario.policies[index].fleet(&scenario)[0].profile.swap;
+        assert_eq!((inside(6), swaps(6), swaps(5)), (EngineOrder::Attained, Some(SWAP), None));
         assert_eq!(inside(5), EngineOrder::Boost(Boosting { gamma: Some(0.2), step: Step::Queues }));
     }
 

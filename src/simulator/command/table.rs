@@ -1,10 +1,11 @@
 //! The comparison as text for people and as JSON for programs.
 
 use std::fmt::Write;
+use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::super::{Figures, Summary, TenantFigures};
+use super::super::{End, Figures, Summary, TenantFigures};
 use super::{Header, Result};
 
 /// One line about what is simulated.
@@ -123,6 +124,20 @@ pub(super) fn table(header: &Header, results: &[Result]) -> String {
         let mut cells = [ttlt.mean, ttlt.p50, ttlt.p99, ttft.mean, ttft.p50, ttft.p99].map(short).to_vec();
         cells.extend([ttlt.count.to_string(), unanswered.to_string()]);
         row(&format!("{}{SENDER}{tenant}", result.name), &cells);
+    }
+    text
+}
+
+/// Each request under every policy, in the order of the workload. Empty where there was no first token, or no whole answer.
+pub(super) fn answers(results: &[Result]) -> String {
+    let mut text = String::from("policy,request,arrival_s,ttft_s,ttlt_s,output_tokens\n");
+    let seconds = |span: Option<Duration>| span.map_or_else(String::new, |span| format!("{:.6}", span.as_secs_f64()));
+    for result in results {
+        for answer in &result.run.answers {
+            let whole = (answer.end == End::Answered).then(|| answer.ttlt());
+            let (ttft, ttlt, arrived) = (seconds(answer.ttft()), seconds(whole), answer.arrived.as_secs_f64());
+            let _ = writeln!(text, "{},{},{arrived:.6},{ttft},{ttlt},{}", result.name, answer.job, answer.output);
+        }
     }
     text
 }

@@ -13,8 +13,9 @@ use crate::scheduler::{Score, Tokens};
 
 /// The columns that are needed.
 const NEEDED: [&str; 3] = ["arrival_s", "prompt_tokens", "output_tokens"];
-/// One that may be there.
+/// Those that may be there.
 const SCORE: &str = "score";
+const LIMIT: &str = "max_tokens";
 
 /// Reads the requests of a trace, by arrival.
 ///
@@ -44,7 +45,7 @@ fn parse(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
     let needed = NEEDED.map(column);
     let [Some(arrival), Some(prompt), Some(output)] = needed else {
         let missing: Vec<&str> = NEEDED.into_iter().zip(needed).filter(|(_, at)| at.is_none()).map(|(name, _)| name).collect();
-        let hint = "the first line names the columns: arrival_s,prompt_tokens,output_tokens and, if you have it, score";
+        let hint = "the first line names the columns: arrival_s,prompt_tokens,output_tokens and, if you have them, score and max_tokens";
         return Err(wrong(0, format!("there is no column {}", missing.join(" and no column ")), hint));
     };
     let mut jobs = Vec::with_capacity(lines.len());
@@ -63,6 +64,12 @@ fn parse(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
                 Some(None) => return Err(wrong(index, format!("the score of {line:?} is no number"), "leave it empty where there is none")),
                 score => score.flatten(),
             };
+        }
+        if let Some(at) = column(LIMIT).filter(|at| fields.get(*at).is_some_and(|text| !text.is_empty())) {
+            let limit = number(at, most).filter(|limit| *limit >= 1.0);
+            let wrong =
+                || wrong(index, format!("the limit of {line:?} is no number of tokens"), "write at least 1, or leave it empty where there is none");
+            job.max_output = Some(limit.ok_or_else(wrong)? as Tokens);
         }
         jobs.push(job);
     }
@@ -88,8 +95,9 @@ mod tests {
 
     #[test]
     fn columns_are_found_by_name() {
-        let jobs = lines("score,output_tokens,arrival_s,x,prompt_tokens\n0.5,10,2.5,?,100\n,20,1,?,0\n").unwrap();
+        let jobs = lines("score,output_tokens,arrival_s,x,prompt_tokens,max_tokens\n0.5,10,2.5,?,100,7\n,20,1,?,0,\n").unwrap();
         assert_eq!(jobs.iter().map(|job| (job.prompt, job.output)).collect::<Vec<_>>(), [(1, 20), (100, 10)], "by arrival");
+        assert_eq!((jobs[0].max_output, jobs[1].max_output), (None, Some(7)));
         assert_eq!((jobs[1].after, jobs[1].score, jobs[0].score), (Duration::from_millis(2500), Score::new(0.5), None));
     }
 
@@ -102,6 +110,7 @@ mod tests {
             ("arrival_s,prompt_tokens,output_tokens\n0,1,2\n0,-1,2\n", 3, "is no request"),
             ("arrival_s,prompt_tokens,output_tokens\n0,1\n", 2, "is no request"),
             ("arrival_s,prompt_tokens,output_tokens,score\n0,1,2,NaN\n", 2, "is no number"),
+            ("arrival_s,prompt_tokens,output_tokens,max_tokens\n0,1,2,0\n", 2, "no number of tokens"),
         ] {
             let error = lines(text).unwrap_err();
             let problem = &error.problems()[0];
