@@ -21,7 +21,7 @@ use crate::proxy::upstream::Connections;
 use crate::ranker::{Ranker, RankerError, Shadow};
 use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
 use crate::telemetry::metrics::Metrics;
-use crate::telemetry::{Tracer, TracerError};
+use crate::telemetry::{Recent, Tracer, TracerError};
 use crate::tenancy::Tenancy;
 use crate::training_log::{TrainingLog, TrainingLogError};
 
@@ -317,6 +317,8 @@ pub struct Gateway {
     reload: tokio::sync::Mutex<Option<Handle>>,
     /// Counts of requests, over all pools and reloads.
     pub metrics: Metrics,
+    /// The last requests that ended.
+    pub recent: Recent,
     /// `None`: no request is recorded.
     pub tracer: Option<Tracer>,
 }
@@ -341,6 +343,7 @@ impl Gateway {
             draining: watch::Sender::new(false),
             reload: tokio::sync::Mutex::new(None),
             metrics,
+            recent: Recent::default(),
             tracer,
         });
         tokio::spawn(keep_every_minute(Arc::downgrade(&gateway)));

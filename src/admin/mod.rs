@@ -1,9 +1,11 @@
-//! What operators see and may do, on an address of its own: health, metrics, the state of pools and configuration, reload, drain.
+//! What operators see and may do, on an address of its own: a page, health, metrics, the state of pools and configuration, reload, drain.
 //!
 //! It holds handles and asks them; nothing here is on the path of a request. Nobody is authenticated: the address must not be reachable by others, and
 //! pages in an operator's browser are turned away.
 
+mod feed;
 mod metrics;
+mod page;
 #[cfg(test)]
 mod tests;
 mod view;
@@ -14,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::extract::{Path as PathOf, Request, State};
-use axum::http::header::{CONTENT_TYPE, HOST, ORIGIN};
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
@@ -27,6 +29,7 @@ use crate::config::{ReloadError, Reloader};
 use crate::gateway::Gateway;
 use crate::ranker::RankerError;
 use crate::scheduler::{BackendId, RankerVersion};
+use feed::Feed;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 1024;
@@ -45,6 +48,7 @@ pub enum AdminError {
 struct Admin {
     gateway: Arc<Gateway>,
     reloader: Reloader,
+    feed: Feed,
     /// The first look at the backends is over. Never becomes false again.
     started: Arc<AtomicBool>,
 }
@@ -67,7 +71,8 @@ pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>, takes_over: bool)
         }
     };
     let reloader = Reloader::start(file.map(Path::to_owned), &snapshot, apply).map_err(AdminError::Signal)?;
-    let router = router(Admin { gateway, reloader, started: Arc::default() });
+    let feed = Feed::start(&gateway, reloader.clone());
+    let router = router(Admin { gateway, reloader, feed, started: Arc::default() });
     tracing::info!("operators: http://{bound}");
     tokio::spawn(async move {
         // It serves until the runtime ends; accept errors are retried inside.
@@ -94,10 +99,12 @@ fn listen(address: SocketAddr, takes_over: bool) -> std::io::Result<tokio::net::
 
 fn router(admin: Admin) -> Router {
     Router::new()
-        .route("/", get(index))
+        .route("/", get(page::answer))
+        .route("/admin", get(index))
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
         .route("/metrics", get(show_metrics))
+        .route("/admin/events", get(events))
         .route("/admin/pools", get(pools))
         .route("/admin/tenants", get(tenants))
         .route("/admin/config", get(configuration))
@@ -112,7 +119,7 @@ fn router(admin: Admin) -> Router {
 }
 
 async fn index() -> &'static str {
-    "headway\n\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/pools\nGET  /admin/tenants\nGET  /admin/config\nPOST /admin/reload\n\
+    "headway\n\nGET  /\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/events\nGET  /admin/pools\nGET  /admin/tenants\nGET  /admin/config\nPOST /admin/reload\n\
      GET  /admin/ranker\nPOST /admin/ranker/reload\nPOST /admin/ranker/rollback\n\
      POST /admin/backends/{pool}/{id}/drain\nPOST /admin/backends/{pool}/{id}/undrain\n"
 }
@@ -150,6 +157,13 @@ async fn show_metrics(State(admin): State<Admin>) -> Response {
         Ok(page) => ([(CONTENT_TYPE, "application/openmetrics-text; version=1.0.0; charset=utf-8")], page).into_response(),
         // Only a formatter of a label could fail, and none does.
         Err(error) => failure(StatusCode::INTERNAL_SERVER_ERROR, "metrics", error.to_string()),
+    }
+}
+
+async fn events(State(admin): State<Admin>) -> Response {
+    match admin.feed.view() {
+        Some(body) => ([(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")], body).into_response(),
+        None => failure(StatusCode::SERVICE_UNAVAILABLE, "too_many_viewers", "as many look on already as may; close a page".into()),
     }
 }
 

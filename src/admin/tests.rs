@@ -111,6 +111,96 @@ async fn a_backend_is_drained_and_put_back() {
 }
 
 #[tokio::test]
+async fn the_page_may_load_nothing_from_elsewhere() {
+    let setup = setup().await;
+    let mut stream = TcpStream::connect(setup.address).await.unwrap();
+    stream.write_all(format!("GET / HTTP/1.1\r\nhost: {}\r\nconnection: close\r\n\r\n", setup.address).as_bytes()).await.unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).await.unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.contains("content-type: text/html; charset=utf-8") && body.starts_with("<!doctype html>"), "{head}");
+    let policy = head.lines().find_map(|line| line.strip_prefix("content-security-policy: ")).unwrap();
+    assert!(policy.starts_with("default-src 'none'; script-src 'sha256-") && !policy.contains("unsafe"), "{policy}");
+}
+
+/// The server-sent events of one viewer.
+struct Viewer {
+    stream: TcpStream,
+    read: String,
+}
+
+impl Viewer {
+    async fn new(setup: &Setup) -> Viewer {
+        let mut stream = TcpStream::connect(setup.address).await.unwrap();
+        // HTTP/1.0 knows no chunks.
+        stream.write_all(b"GET /admin/events HTTP/1.0\r\n\r\n").await.unwrap();
+        Viewer { stream, read: String::new() }
+    }
+
+    /// The name and data of the next event.
+    async fn next(&mut self) -> (String, Value) {
+        loop {
+            if let Some((event, rest)) = self.read.split_once("\n\n") {
+                let parts = event.split_once("event: ").and_then(|(_, event)| event.split_once("\ndata: "));
+                let parsed = parts.map(|(name, data)| (name.to_owned(), serde_json::from_str(data).unwrap()));
+                self.read = rest.to_owned();
+                match parsed {
+                    Some(event) => return event,
+                    None => continue,
+                }
+            }
+            let mut bytes = [0; 4096];
+            let count = timeout(Duration::from_secs(10), self.stream.read(&mut bytes)).await.unwrap().unwrap();
+            assert!(count > 0, "the stream has ended: {}", self.read);
+            self.read.push_str(std::str::from_utf8(&bytes[..count]).unwrap());
+        }
+    }
+}
+
+#[tokio::test]
+async fn viewers_share_one_look_and_are_limited() {
+    let setup = setup().await;
+    let (mut first, mut second) = (Viewer::new(&setup).await, Viewer::new(&setup).await);
+    let mut looks = Vec::new();
+    for viewer in [&mut first, &mut second] {
+        let (name, points) = viewer.next().await;
+        assert_eq!((name.as_str(), points[0]["pools"]["chat"]["waiting"].as_u64()), ("history", Some(0)));
+        let (name, now) = viewer.next().await;
+        let pool = &now["pools"][0];
+        assert_eq!((name.as_str(), pool["name"].as_str(), &pool["backends"][0]["queue"]), ("now", Some("chat"), &Value::Array(Vec::new())));
+        looks.push(now);
+    }
+    assert!(second.next().await.1["at"].as_u64() >= looks[0]["at"].as_u64(), "and it goes on");
+
+    let mut viewers = vec![first, second];
+    let full = loop {
+        let mut viewer = Viewer::new(&setup).await;
+        let mut head = [0; 12];
+        viewer.stream.read_exact(&mut head).await.unwrap();
+        match &head[9..] {
+            b"200" => viewers.push(viewer),
+            refused => break std::str::from_utf8(refused).unwrap().to_owned(),
+        }
+    };
+    assert_eq!((full.as_str(), viewers.len()), ("503", 128));
+    drop(viewers);
+    // Whoever has left makes room, once the next look finds it gone.
+    timeout(Duration::from_secs(10), async {
+        loop {
+            let mut viewer = Viewer::new(&setup).await;
+            let mut head = [0; 12];
+            viewer.stream.read_exact(&mut head).await.unwrap();
+            if &head[9..] == b"200" {
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    })
+    .await
+    .unwrap();
+}
+
+#[tokio::test]
 async fn a_reload_is_taken_over_or_explained() {
     let setup = setup().await;
     let (_, before) = setup.json("GET", "/admin/config").await;

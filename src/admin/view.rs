@@ -12,7 +12,7 @@ use crate::gateway::{Gateway, Live, PoolRuntime};
 use crate::scheduler::{self, PoolView, RankerVersion, Reason, Slots, Standing};
 
 /// How long a pool may take to describe itself: its task answers between two events.
-const PATIENCE: Duration = Duration::from_secs(1);
+pub(super) const PATIENCE: Duration = Duration::from_secs(1);
 
 /// The pools of one moment, each with its view where it answered.
 pub(super) async fn look(live: &Live) -> Vec<(Arc<config::Pool>, Arc<PoolRuntime>, Option<PoolView>)> {
@@ -83,7 +83,7 @@ pub(super) fn tenants(live: &Live) -> Value {
     tenants.collect()
 }
 
-fn pool(settings: &config::Pool, runtime: &PoolRuntime, view: Option<&PoolView>) -> Value {
+pub(super) fn pool(settings: &config::Pool, runtime: &PoolRuntime, view: Option<&PoolView>) -> Value {
     let backends: Vec<Value> = runtime
         .targets()
         .iter()
@@ -222,7 +222,7 @@ fn seconds(at: SystemTime) -> u64 {
 }
 
 /// The members of a value that is written as an object.
-fn object(value: Value) -> Map<String, Value> {
+pub(super) fn object(value: Value) -> Map<String, Value> {
     match value {
         Value::Object(members) => members,
         _ => Map::new(),

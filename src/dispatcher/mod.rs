@@ -23,8 +23,8 @@ pub use permit::Permit;
 pub use ticket::{Rejection, Ticket};
 
 use crate::scheduler::{
-    Action, BackendId, BackendState, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, Reason, Request, RequestId, Scheduler, Scored,
-    TenantId, Time, Tokens, Weight,
+    Action, BackendId, BackendState, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, QueueView, Reason, Request, RequestId, Scheduler,
+    Scored, TenantId, Time, Tokens, Weight,
 };
 
 /// More waiting requests than this are not ordered anew on a thread that others need.
@@ -68,6 +68,19 @@ pub struct Arrival {
     pub unscored: bool,
     /// Backends already tried.
     pub excluded: Vec<BackendId>,
+    /// What operators know it by.
+    pub label: Arc<str>,
+}
+
+/// A pool with the requests in it.
+#[derive(Clone, Debug)]
+pub struct Closeup {
+    /// The pool as a whole.
+    pub pool: PoolView,
+    /// Of each backend, what runs and what waits.
+    pub queues: Vec<QueueView>,
+    /// What operators know these requests by.
+    pub labels: HashMap<RequestId, Arc<str>>,
 }
 
 /// A handle to one pool's owner task; cheap to clone. The task ends when the last handle, ticket and permit are gone.
@@ -80,13 +93,20 @@ pub struct Dispatcher {
 
 /// What the owner task is told.
 enum Message {
-    Enqueue(Box<Request>, oneshot::Sender<Result<Permit, Rejection>>),
+    Enqueue(Box<Request>, Waiter),
     Happened(Event),
     View(oneshot::Sender<PoolView>),
+    Closeup { most: usize, reply: oneshot::Sender<Closeup> },
     Move(Handle),
     Restore(Box<Learnt>),
     Learnt(oneshot::Sender<Learnt>),
     Drain { deadline: Instant, done: oneshot::Sender<Drained> },
+}
+
+/// Who waits for a slot.
+struct Waiter {
+    label: Arc<str>,
+    grant: oneshot::Sender<Result<Permit, Rejection>>,
 }
 
 /// How a drain ended.
@@ -109,7 +129,7 @@ impl Dispatcher {
             messages: messages.downgrade(),
             start,
             waiting: HashMap::new(),
-            running: 0,
+            running: HashMap::new(),
             draining: None,
             actions: Vec::new(),
         };
@@ -149,7 +169,7 @@ impl Dispatcher {
             oracle_output: None,
         };
         let (grant, answer) = oneshot::channel();
-        self.send(Message::Enqueue(Box::new(request), grant));
+        self.send(Message::Enqueue(Box::new(request), Waiter { label: arrival.label, grant }));
         Ticket::new(id, answer, self.messages.clone())
     }
 
@@ -197,6 +217,13 @@ impl Dispatcher {
         answer.await.ok()
     }
 
+    /// The same, with at most `most` requests that run and `most` that wait for each backend.
+    pub async fn closeup(&self, most: usize) -> Option<Closeup> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Closeup { most, reply });
+        answer.await.ok()
+    }
+
     /// Accepts nothing more, lets everything that waits and runs finish until `within` has passed, then turns away what still waits.
     /// What still runs then is the caller's to cut.
     pub async fn drain(&self, within: Duration) -> Drained {
@@ -232,9 +259,9 @@ struct Owner {
     messages: mpsc::WeakUnboundedSender<Message>,
     start: Instant,
     /// Where to send the answer of each waiting request.
-    waiting: HashMap<RequestId, oneshot::Sender<Result<Permit, Rejection>>>,
-    /// Permits that have not come back.
-    running: usize,
+    waiting: HashMap<RequestId, Waiter>,
+    /// Permits that have not come back, and what operators know their requests by.
+    running: HashMap<RequestId, Arc<str>>,
     draining: Option<Draining>,
     /// Scratch space for the scheduler's answers.
     actions: Vec<Action>,
@@ -285,21 +312,22 @@ impl Owner {
     /// Changes: the scheduler hears what happened.
     fn apply(&mut self, message: Message) {
         match message {
-            Message::Enqueue(request, grant) => {
-                self.waiting.insert(request.id, grant);
+            Message::Enqueue(request, waiter) => {
+                self.waiting.insert(request.id, waiter);
                 self.handle(Event::Arrived(*request));
             }
             Message::Happened(event) => {
                 match event {
                     Event::Cancelled(id) => drop(self.waiting.remove(&id)),
                     // Every permit sends this exactly once.
-                    Event::Finished(..) => self.running -= 1,
+                    Event::Finished(id, _) => drop(self.running.remove(&id)),
                     _ => {}
                 }
                 self.handle(event);
             }
             // A reader that has stopped waiting for the answer is no concern of the pool.
             Message::View(reply) => drop(reply.send(self.scheduler.view())),
+            Message::Closeup { most, reply } => drop(reply.send(self.closeup(most))),
             Message::Restore(learnt) => apart(true, || self.scheduler.restore(&learnt)),
             Message::Learnt(reply) => drop(reply.send(apart(true, || self.scheduler.learnt()))),
             // `run` has taken it.
@@ -309,6 +337,14 @@ impl Owner {
                 self.handle(Event::DrainStarted);
             }
         }
+    }
+
+    fn closeup(&self, most: usize) -> Closeup {
+        let queues = self.scheduler.queues(most);
+        let shown = queues.iter().flat_map(|queue| queue.running.iter().chain(&queue.waiting)).map(|request| request.id);
+        let label = |id| self.running.get(&id).or_else(|| self.waiting.get(&id).map(|waiter| &waiter.label));
+        let labels = shown.filter_map(|id| Some((id, Arc::clone(label(id)?)))).collect();
+        Closeup { pool: self.scheduler.view(), queues, labels }
     }
 
     fn handle(&mut self, event: Event) {
@@ -336,16 +372,17 @@ impl Owner {
             // No handle, ticket or permit is left: nobody to run for, and the next wait ends this task.
             return;
         };
-        self.running += 1;
         let permit = Permit::new(request, backend, facts, messages);
-        match self.waiting.remove(&request) {
-            Some(grant) => drop(grant.send(Ok(permit))),
-            None => drop(permit),
-        }
+        let Some(Waiter { label, grant }) = self.waiting.remove(&request) else {
+            self.running.insert(request, Arc::default());
+            return drop(permit);
+        };
+        self.running.insert(request, label);
+        drop(grant.send(Ok(permit)));
     }
 
     fn reject(&mut self, request: RequestId, rejection: Rejection) {
-        if let Some(grant) = self.waiting.remove(&request) {
+        if let Some(Waiter { grant, .. }) = self.waiting.remove(&request) {
             // A client that left at the same moment needs no answer.
             drop(grant.send(Err(rejection)));
         }
@@ -372,13 +409,13 @@ impl Owner {
         if over {
             self.end_drain();
         }
-        let idle = self.waiting.is_empty() && self.running == 0;
+        let idle = self.waiting.is_empty() && self.running.is_empty();
         if (idle || over)
             && let Some(draining) = &mut self.draining
             && let Some(done) = draining.done.take()
         {
             // Whoever started the drain may have stopped waiting for its end.
-            let _ = done.send(Drained { turned_away: draining.turned_away, running: self.running });
+            let _ = done.send(Drained { turned_away: draining.turned_away, running: self.running.len() });
         }
     }
 }

@@ -39,6 +39,7 @@ fn arrival(pool: &Dispatcher) -> Arrival {
         bytes: 1000,
         unscored: false,
         excluded: Vec::new(),
+        label: "mine".into(),
     }
 }
 
@@ -269,4 +270,24 @@ async fn thousands_are_ordered_anew_and_nobody_is_lost() {
     assert_eq!(load(&pool).await.0, 2 * MANY);
     drop(tickets);
     assert_eq!(load(&pool).await, (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_closeup_names_those_that_run_and_those_that_wait() {
+    let pool = pool(1);
+    let named = |label: &str| Arrival { label: label.into(), ..arrival(&pool) };
+    let first = pool.enqueue(named("first")).granted().await.unwrap();
+    let waiting = [pool.enqueue(named("second")), pool.enqueue(named("third"))];
+    let labels = |closeup: &Closeup, of: fn(&QueueView) -> &Vec<crate::scheduler::RequestView>| {
+        of(&closeup.queues[0]).iter().map(|request| closeup.labels[&request.id].to_string()).collect::<Vec<_>>()
+    };
+    let seen = pool.closeup(2).await.unwrap();
+    assert_eq!(
+        (labels(&seen, |queue| &queue.running), labels(&seen, |queue| &queue.waiting)),
+        (vec!["first".into()], vec!["second".into(), "third".into()])
+    );
+    assert_eq!((pool.closeup(1).await.unwrap().labels.len(), seen.pool.waiting), (2, 2));
+    drop((first, waiting));
+    let seen = pool.closeup(2).await.unwrap();
+    assert!(seen.labels.is_empty() && seen.pool.in_flight == 0);
 }

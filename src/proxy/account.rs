@@ -43,10 +43,12 @@ pub struct Account {
     instead: Option<String>,
     target: Option<Arc<Target>>,
     queued: Option<Duration>,
+    released: Option<Duration>,
     first_token: Option<Duration>,
     score: Option<f32>,
     scoring: Option<&'static str>,
     predicted_tokens: Option<u32>,
+    work: Option<f64>,
     boost: Option<i64>,
     aged: bool,
     stolen: bool,
@@ -96,10 +98,12 @@ impl Account {
             instead: None,
             target: None,
             queued: None,
+            released: None,
             first_token: None,
             score: None,
             scoring: None,
             predicted_tokens: None,
+            work: None,
             boost: None,
             aged: false,
             stolen: false,
@@ -233,7 +237,8 @@ impl Account {
     pub fn released(&mut self, target: &Arc<Target>, facts: Facts, arrived: Time) {
         self.target = Some(Arc::clone(target));
         (self.aged, self.stolen) = (facts.aged, facts.stolen);
-        self.predicted_tokens = Some(facts.expected_output);
+        self.released = Some(self.started.elapsed());
+        (self.predicted_tokens, self.work) = (Some(facts.expected_output), Some(facts.work));
         self.boost = i64::try_from(arrived.as_micros()).ok().map(|arrived| arrived.saturating_sub(facts.boosted_arrival));
         self.attempts += u32::from(!self.goes_on);
         if let Some(trace) = &mut self.trace {
@@ -387,6 +392,7 @@ impl Drop for Account {
             status: self.status,
             reason: self.reason,
             queued: self.queued,
+            released: self.released,
             first_token: self.first_token,
             total: self.started.elapsed(),
             prompt_tokens: self.prompt_tokens,
@@ -394,6 +400,7 @@ impl Drop for Account {
             score: self.score,
             scoring: self.scoring,
             predicted_tokens: self.predicted_tokens,
+            work: self.work,
             boost: self.boost,
             aged: self.aged,
             stolen: self.stolen,
@@ -414,7 +421,7 @@ impl Drop for Account {
                 shadow.answered(&pool.name, model, serving, self.output_tokens);
             }
         }
-        telemetry::record(&outcome, &self.gateway.metrics);
+        telemetry::record(&outcome, &self.gateway.metrics, &self.gateway.recent);
         if let (Some(trace), Some(tracer)) = (&trace, &self.gateway.tracer) {
             tracer.end(trace, &outcome);
         }

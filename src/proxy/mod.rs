@@ -320,6 +320,7 @@ impl Outgoing {
             bytes: u32::try_from(self.held.bytes.len()).unwrap_or(u32::MAX),
             unscored: !self.api.is_scored(),
             excluded: self.excluded.clone(),
+            label: account.request_id().into(),
         });
         let granted = ticket.granted().await;
         account.waited(asked.elapsed());

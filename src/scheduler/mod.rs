@@ -4,6 +4,7 @@
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
 // The interface.
+mod closeup;
 mod event;
 mod outcome;
 mod policy;
@@ -44,6 +45,7 @@ pub mod invariants;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use calibration::{Learnt, Sample};
+pub use closeup::{QueueView, RequestView, StageView};
 pub(crate) use concordance::tau_b;
 pub use event::*;
 pub(crate) use gamma::GammaAda;

@@ -53,7 +53,7 @@ impl Aging {
         Aging { threshold, share: (share * f64::from(ONE_RELEASE)).round() as u32 }
     }
 
-    fn is_aged(self, now: Time, arrived: Time) -> bool {
+    pub fn is_aged(self, now: Time, arrived: Time) -> bool {
         now.since(arrived) > self.threshold
     }
 }
@@ -157,10 +157,18 @@ impl Queue {
     }
 
     /// Who waits, in the order of keys.
+    pub fn keys(&self) -> impl Iterator<Item = Key> {
+        let (mut free, mut restricted) = (self.free.iter().copied().peekable(), self.restricted.iter().copied().peekable());
+        std::iter::from_fn(move || match (free.peek(), restricted.peek()) {
+            (Some(first), Some(second)) if second < first => restricted.next(),
+            (Some(_), _) => free.next(),
+            (None, _) => restricted.next(),
+        })
+    }
+
+    /// Where those are that wait, in the order of keys.
     pub fn places(&self) -> Vec<Place> {
-        let mut keys: Vec<Key> = self.free.iter().chain(&self.restricted).copied().collect();
-        keys.sort_unstable();
-        keys.into_iter().map(|key| key.place).collect()
+        self.keys().map(|key| key.place).collect()
     }
 
     /// Whether every request is in each of the sets it belongs to.

@@ -2,6 +2,7 @@
 
 mod context;
 pub mod metrics;
+mod recent;
 mod trace;
 mod tracer;
 
@@ -10,6 +11,7 @@ use std::time::Duration;
 use opentelemetry::trace::TraceId;
 
 pub use context::random;
+pub use recent::{Ended, Recent};
 pub use trace::{Stage, Trace};
 pub use tracer::{Tracer, TracerError};
 
@@ -48,6 +50,8 @@ pub struct Outcome<'a> {
     pub reason: &'static str,
     /// Wait in the queue, over all attempts; `None` if it never asked for a slot.
     pub queued: Option<Duration>,
+    /// From arrival to the last release to a backend.
+    pub released: Option<Duration>,
     /// From arrival to the first token of a streamed answer.
     pub first_token: Option<Duration>,
     /// From arrival to the end.
@@ -61,6 +65,8 @@ pub struct Outcome<'a> {
     pub scoring: Option<&'static str>,
     /// Output tokens that were expected when it was released.
     pub predicted_tokens: Option<u32>,
+    /// The work that was expected then, in capacity-seconds.
+    pub work: Option<f64>,
     /// How much earlier than its arrival the order took it for, in microseconds.
     pub boost: Option<i64>,
     /// Released for its age rather than by its key.
@@ -103,8 +109,9 @@ impl Resume {
     }
 }
 
-/// Counts a request and writes its line of the access log (target `access`).
-pub fn record(outcome: &Outcome, metrics: &Metrics) {
+/// Counts a request, remembers it and writes its line of the access log (target `access`).
+pub fn record(outcome: &Outcome, metrics: &Metrics, recent: &Recent) {
+    recent.record(outcome);
     let complete = outcome.reason == "ok";
     metrics.record(&Record {
         pool: outcome.pool,
@@ -177,6 +184,7 @@ impl Outcome<'_> {
             status: 429,
             reason: "queue_full",
             queued: None,
+            released: None,
             first_token: None,
             total: Duration::ZERO,
             prompt_tokens: None,
@@ -184,6 +192,7 @@ impl Outcome<'_> {
             score: None,
             scoring: None,
             predicted_tokens: None,
+            work: None,
             boost: None,
             aged: false,
             stolen: false,

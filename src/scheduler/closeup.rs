@@ -1,0 +1,141 @@
+//! What can be seen of single requests from outside: the heads of the queues and what runs, as plain values.
+
+use super::Scheduler;
+use super::event::{BackendId, ModelId, RequestId, TenantId, Tokens};
+use super::score::Scored;
+use super::table::{Entry, Stage};
+use super::time::Time;
+
+/// The requests at one backend.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QueueView {
+    pub backend: BackendId,
+    /// Those that hold a slot, in no particular order.
+    pub running: Vec<RequestView>,
+    /// The first of its queue, next one first.
+    pub waiting: Vec<RequestView>,
+}
+
+/// One request at one moment.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct RequestView {
+    pub id: RequestId,
+    pub model: ModelId,
+    pub tenant: Option<TenantId>,
+    pub arrived: Time,
+    pub prompt: Tokens,
+    /// The ranker's opinion.
+    pub score: Option<Scored>,
+    /// Share relative to others; 1 is normal.
+    pub weight: f64,
+    /// Expected work in capacity-seconds, as keyed.
+    pub work: f64,
+    /// Expected output: all of it while it waits, what is still to come while it runs.
+    pub expected_output: Tokens,
+    pub stage: StageView,
+}
+
+/// Where in its life a request is.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum StageView {
+    Waiting {
+        /// Its key; the smallest goes first.
+        phi: i64,
+        /// Its key as a time in microseconds, its arrival where keys are no times.
+        boosted_arrival: i64,
+        /// When it is turned away.
+        expires: Time,
+        aged: bool,
+    },
+    Running {
+        released: Time,
+        /// Output tokens, as last told.
+        produced: Tokens,
+    },
+}
+
+impl Scheduler {
+    /// At most `most` requests that run and `most` that wait for each backend. Costs what it returns, and a walk over everything that runs.
+    pub fn queues(&self, most: usize) -> Vec<QueueView> {
+        let mut queues: Vec<QueueView> = self
+            .backends
+            .iter()
+            .map(|backend| QueueView {
+                backend: backend.id,
+                running: Vec::new(),
+                waiting: backend.queue.keys().take(most).map(|key| self.seen(self.table.get(key.place.slot()))).collect(),
+            })
+            .collect();
+        for slot in &self.running {
+            let entry = self.table.get(*slot);
+            let running = &mut queues[entry.backend as usize].running;
+            if running.len() < most {
+                running.push(self.seen(entry));
+            }
+        }
+        queues
+    }
+
+    fn seen(&self, entry: &Entry) -> RequestView {
+        let (expected_output, stage) = match entry.stage {
+            Stage::Waiting { phi, expires, .. } => {
+                let boosted_arrival = self.keying.boosted_arrival(entry, phi);
+                (entry.expected, StageView::Waiting { phi, boosted_arrival, expires, aged: self.aging.is_aged(self.now, entry.arrived) })
+            }
+            Stage::Running { released, produced, remaining } => (remaining, StageView::Running { released, produced }),
+        };
+        RequestView {
+            id: entry.id,
+            model: entry.model,
+            tenant: entry.tenant(),
+            arrived: entry.arrived,
+            prompt: entry.prompt,
+            score: entry.score(),
+            weight: entry.weight().get(),
+            work: f64::from(entry.work),
+            expected_output,
+            stage,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{backend, request};
+    use super::super::*;
+    use super::*;
+
+    fn pool() -> Scheduler {
+        let limits = Limits { queue_requests: 10, queue_bytes: 10_000, max_output: 1024 };
+        let mut pool = Scheduler::new(super::super::tests::policy(Order::Pars), limits, 1);
+        backend(&mut pool, 0, 1, Standing::Healthy);
+        let scored = |id, score| Request {
+            expires: Time::MAX,
+            score: Score::new(score).map(|score| Scored { score, version: RankerVersion(1) }),
+            excluded: if id == 3 { vec![BackendId(9)] } else { Vec::new() },
+            ..request(id, id)
+        };
+        for (id, score) in [(1, 0.5), (2, 0.9), (3, 0.1), (4, 0.7)] {
+            pool.handle(Time::from_micros(id), Event::Arrived(scored(id, score)), &mut Vec::new());
+        }
+        pool
+    }
+
+    #[test]
+    fn the_heads_of_queues_are_in_their_order() {
+        let mut pool = pool();
+        let ids = |requests: &[RequestView]| requests.iter().map(|request| request.id.0).collect::<Vec<_>>();
+        let [all] = &pool.queues(10)[..] else { panic!("one backend") };
+        assert_eq!((ids(&all.running), ids(&all.waiting)), (vec![1], vec![3, 4, 2]), "by score, whether or not some may not go everywhere");
+        assert_eq!(ids(&pool.queues(2)[0].waiting), [3, 4]);
+        assert!(pool.queues(0)[0].running.is_empty());
+        assert!(matches!(all.waiting[0].stage, StageView::Waiting { aged: false, .. }));
+        assert_eq!(all.running[0].stage, StageView::Running { released: Time::from_micros(1), produced: 0 });
+
+        let later = Time::from_micros(121_000_000);
+        pool.handle(later, Event::Progress(RequestId(1), 7), &mut Vec::new());
+        let [all] = &pool.queues(10)[..] else { panic!("one backend") };
+        assert!(all.waiting.iter().all(|request| matches!(request.stage, StageView::Waiting { aged: true, .. })));
+        assert_eq!(all.running[0].stage, StageView::Running { released: Time::from_micros(1), produced: 7 });
+    }
+}

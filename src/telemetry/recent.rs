@@ -1,0 +1,183 @@
+//! The last requests that ended, without their prompts: what operators look at, ask about and replay.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Outcome;
+
+/// How many are remembered: some 5 MB of them.
+const REQUESTS: usize = 16_384;
+/// How many of those that got no whole answer are remembered beyond that, so that a crowd of good ones does not push them out.
+const FAILURES: usize = 256;
+/// Names of pools, models, tenants and backends that are kept once; later ones are `other`.
+const NAMES: usize = 2048;
+
+/// One request that has ended.
+#[derive(Clone, Debug)]
+pub struct Ended {
+    pub id: Box<str>,
+    pub pool: Option<Arc<str>>,
+    pub model: Arc<str>,
+    pub tenant: Option<Arc<str>>,
+    /// `host:port` of the backend that answered or failed last.
+    pub backend: Option<Arc<str>>,
+    /// When it ended.
+    pub at: Instant,
+    /// What the client was told, and in one word why.
+    pub status: u16,
+    pub reason: &'static str,
+    /// From arrival to the end.
+    pub total: Duration,
+    /// From arrival to its last release to a backend.
+    pub released: Option<Duration>,
+    /// From arrival to the first token of a streamed answer.
+    pub first_token: Option<Duration>,
+    /// Wait in the queue, over all attempts.
+    pub queued: Option<Duration>,
+    /// Prompt tokens by the backend's count.
+    pub prompt_tokens: Option<u32>,
+    pub output_tokens: u32,
+    /// What was expected when it was released, in output tokens and in capacity-seconds.
+    pub predicted_tokens: Option<u32>,
+    pub work: Option<f64>,
+    pub score: Option<f32>,
+    pub scoring: Option<&'static str>,
+    /// How much earlier than its arrival the order took it for, in microseconds.
+    pub boost: Option<i64>,
+    pub aged: bool,
+    pub stolen: bool,
+    pub retries: u32,
+    pub streamed: bool,
+}
+
+impl Ended {
+    /// Whether it got its whole answer.
+    pub fn is_answered(&self) -> bool {
+        self.reason == "ok"
+    }
+
+    /// When it arrived.
+    pub fn arrived(&self) -> Instant {
+        self.at.checked_sub(self.total).unwrap_or(self.at)
+    }
+}
+
+/// The memory of one gateway.
+#[derive(Default)]
+pub struct Recent(Mutex<Rings>);
+
+#[derive(Default)]
+struct Rings {
+    all: VecDeque<Arc<Ended>>,
+    failures: VecDeque<Arc<Ended>>,
+    names: BTreeSet<Arc<str>>,
+}
+
+impl Recent {
+    /// Remembers a request that ends now.
+    pub(super) fn record(&self, outcome: &Outcome) {
+        let (id, at) = (outcome.request_id.into(), Instant::now());
+        let mut rings = self.rings();
+        // Clients make up models that nobody serves.
+        let model = if outcome.pool.is_some() { rings.name(outcome.model) } else { Arc::default() };
+        let ended = Arc::new(Ended {
+            id,
+            pool: outcome.pool.map(|pool| rings.name(pool)),
+            model,
+            tenant: outcome.tenant.map(|tenant| rings.name(tenant)),
+            backend: outcome.backend.map(|backend| rings.name(backend)),
+            at,
+            status: outcome.status,
+            reason: outcome.reason,
+            total: outcome.total,
+            released: outcome.released,
+            first_token: outcome.first_token,
+            queued: outcome.queued,
+            prompt_tokens: outcome.prompt_tokens,
+            output_tokens: outcome.output_tokens,
+            predicted_tokens: outcome.predicted_tokens,
+            work: outcome.work,
+            score: outcome.score,
+            scoring: outcome.scoring,
+            boost: outcome.boost,
+            aged: outcome.aged,
+            stolen: outcome.stolen,
+            retries: outcome.retries,
+            streamed: outcome.streamed,
+        });
+        if !ended.is_answered() {
+            push(&mut rings.failures, FAILURES, Arc::clone(&ended));
+        }
+        push(&mut rings.all, REQUESTS, ended);
+    }
+
+    /// Those that ended at `from` or later, the latest first.
+    pub fn since(&self, from: Instant) -> Vec<Arc<Ended>> {
+        self.rings().all.iter().rev().take_while(|ended| ended.at >= from).cloned().collect()
+    }
+
+    /// The last that got no whole answer, the latest first.
+    pub fn failures(&self) -> Vec<Arc<Ended>> {
+        self.rings().failures.iter().rev().cloned().collect()
+    }
+
+    /// A lock on values that are sound whatever their holder did.
+    fn rings(&self) -> std::sync::MutexGuard<'_, Rings> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Rings {
+    fn name(&mut self, name: &str) -> Arc<str> {
+        if let Some(known) = self.names.get(name) {
+            return Arc::clone(known);
+        }
+        if self.names.len() >= NAMES {
+            return "other".into();
+        }
+        let new: Arc<str> = name.into();
+        self.names.insert(Arc::clone(&new));
+        new
+    }
+}
+
+fn push(ring: &mut VecDeque<Arc<Ended>>, most: usize, ended: Arc<Ended>) {
+    if ring.len() >= most {
+        ring.pop_front();
+    }
+    ring.push_back(ended);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_crowd_pushes_out_what_was_answered_and_not_what_failed() {
+        let recent = Recent::default();
+        recent.record(&Outcome { request_id: "failed", ..Outcome::refused() });
+        let start = Instant::now();
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let answered = Outcome { reason: "ok", ..Outcome::refused() };
+        for n in 0..REQUESTS {
+            recent.record(&Outcome { request_id: &n.to_string(), model: &format!("model {n}"), ..answered.clone() });
+        }
+        let all = recent.since(start);
+        assert_eq!(all.len(), REQUESTS);
+        assert_eq!((&*all[0].id, &*all[REQUESTS - 1].id), ((REQUESTS - 1).to_string().as_str(), "0"));
+        assert_eq!((&*all[REQUESTS - 1].model, &*all[0].model), ("model 0", "other"), "clients cannot make names grow");
+        assert_eq!(recent.failures().iter().map(|failed| &*failed.id).collect::<Vec<_>>(), ["failed"]);
+        assert_eq!(recent.since(start + Duration::from_secs(2)).len(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_came_to_no_pool_keeps_no_name_of_the_clients() {
+        let recent = Recent::default();
+        recent.record(&Outcome { pool: None, model: "made up", ..Outcome::refused() });
+        let [only] = &recent.failures()[..] else { panic!("one") };
+        assert_eq!((&only.pool, &*only.model), (&None, ""));
+    }
+}
