@@ -287,7 +287,8 @@ async fn a_closeup_names_those_that_run_and_those_that_wait() {
         (vec!["first".into()], vec!["second".into(), "third".into()])
     );
     assert_eq!((pool.closeup(1).await.unwrap().labels.len(), seen.pool.waiting), (2, 2));
-    drop((first, waiting));
+    drop(waiting);
+    drop(first);
     let seen = pool.closeup(2).await.unwrap();
     assert!(seen.labels.is_empty() && seen.pool.in_flight == 0);
 }
