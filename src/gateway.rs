@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::config::{self, BackendSettings, RankerSettings, Snapshot, TrainingLogSettings};
+use crate::config::{self, BackendSettings, RankerSettings, Snapshot, TrainingLogSettings, UsageLogSettings};
 use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
 use crate::learnt::{self, Keeper};
@@ -24,6 +24,7 @@ use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Recent, Tracer, TracerError};
 use crate::tenancy::Tenancy;
 use crate::training_log::{TrainingLog, TrainingLogError};
+use crate::usage_log::{UsageLog, UsageLogError};
 
 /// Between two writings of what pools have learnt.
 const KEEP: Duration = Duration::from_secs(60);
@@ -42,6 +43,8 @@ pub struct Live {
     pub shadow: Option<Arc<Shadow>>,
     /// Where the lengths of answers are noted; `None`: nowhere.
     pub training_log: Option<Arc<TrainingLog>>,
+    /// Where is written down what requests used; `None`: nowhere.
+    pub usage_log: Option<Arc<UsageLog>>,
     /// The running pools, parallel to `snapshot.pools`.
     pub pools: Vec<Arc<PoolRuntime>>,
 }
@@ -304,6 +307,9 @@ pub enum ApplyError {
     /// The training log cannot be kept as configured.
     #[error("{0}")]
     TrainingLog(#[from] TrainingLogError),
+    /// The usage log cannot be kept as configured.
+    #[error("{0}")]
+    UsageLog(#[from] UsageLogError),
     /// Traces cannot be sent as configured.
     #[error("{0}")]
     Tracer(#[from] TracerError),
@@ -334,10 +340,11 @@ impl Gateway {
         let tenancy = next_tenancy(None, &snapshot);
         let shadow = next_shadow(None, snapshot.ranker.as_ref()).await?;
         let training_log = next_training_log(None, snapshot.training_log.as_ref(), &metrics).await?;
+        let usage_log = next_usage_log(None, snapshot.usage_log.as_ref(), &metrics).await?;
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools =
             snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
-        let live = Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, pools };
+        let live = Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, usage_log, pools };
         let gateway = Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
@@ -371,6 +378,7 @@ impl Gateway {
         unchanged("telemetry.otlp.endpoint", shown(collector.map(|otlp| &otlp.endpoint)), shown(wanted.map(|otlp| &otlp.endpoint)))?;
         unchanged("telemetry.otlp.service_name", shown(collector.map(|otlp| &otlp.service_name)), shown(wanted.map(|otlp| &otlp.service_name)))?;
         let training_log = next_training_log(live.training_log.as_ref(), snapshot.training_log.as_ref(), &self.metrics).await?;
+        let usage_log = next_usage_log(live.usage_log.as_ref(), snapshot.usage_log.as_ref(), &self.metrics).await?;
         let shadow = next_shadow(Some(&live), snapshot.ranker.as_ref()).await?;
         let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
@@ -401,7 +409,7 @@ impl Gateway {
         if live.tenancy.is_some() && tenancy.is_none() {
             tracing::warn!("keys are configured no more: whoever reaches {} may ask", snapshot.listen);
         }
-        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, pools }));
+        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, usage_log, pools }));
         Ok(())
     }
 
@@ -550,6 +558,20 @@ async fn next_training_log(
     }
     let (wanted, counts) = (wanted.clone(), metrics.training_rows());
     apart(move || TrainingLog::start(wanted, counts)).await.map(|log| Some(Arc::new(log)))
+}
+
+/// The usage log that the next configuration asks for. The running one goes on if it is the same.
+async fn next_usage_log(
+    running: Option<&Arc<UsageLog>>,
+    wanted: Option<&UsageLogSettings>,
+    metrics: &Metrics,
+) -> Result<Option<Arc<UsageLog>>, UsageLogError> {
+    let Some(wanted) = wanted else { return Ok(None) };
+    if let Some(same) = running.filter(|running| running.settings() == wanted) {
+        return Ok(Some(Arc::clone(same)));
+    }
+    let (wanted, lines) = (wanted.clone(), metrics.usage_lines());
+    apart(move || UsageLog::start(wanted, lines)).await.map(|log| Some(Arc::new(log)))
 }
 
 async fn keep_every_minute(gateway: Weak<Gateway>) {

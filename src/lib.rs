@@ -25,6 +25,8 @@
 //! | [`gateway`] | the running whole: pools kept across reloads, one live value swapped | |
 //! | [`learnt`] | what a pool has learnt, kept over a restart | |
 //! | [`tenancy`] | who asks, what he may ask for, and how much of it | proxy, dispatcher, gateway |
+//! | [`row_log`] | files of lines, written beside the requests | proxy, dispatcher, gateway |
+//! | [`usage_log`] | what every request used, written down for billing | proxy, dispatcher, gateway |
 //! | [`training_log`] | prompts and the lengths of their answers, written down for training | proxy, dispatcher |
 //! | [`admin`] | what operators see and may do | |
 //! | [`telemetry`] | outcomes and stage timings to logs, metrics and traces; nobody below knows it | proxy, dispatcher, gateway |
@@ -58,6 +60,8 @@ pub mod learnt;
 pub mod proxy;
 #[cfg(feature = "gateway")]
 pub mod ranker;
+#[cfg(feature = "gateway")]
+pub mod row_log;
 pub mod scheduler;
 pub mod simulator;
 #[cfg(feature = "gateway")]
@@ -68,3 +72,5 @@ pub mod tenancy;
 pub mod training;
 #[cfg(feature = "gateway")]
 pub mod training_log;
+#[cfg(feature = "gateway")]
+pub mod usage_log;

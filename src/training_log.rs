@@ -1,32 +1,20 @@
-//! Prompts and the lengths of their answers, written down for `headway train`: one JSON object a line, in a file that starts anew when it is full.
-//!
-//! A bounded queue and a thread of its own, because a disk may stall: what the thread cannot keep up with is counted and lost, and no request waits.
+//! Prompts and the lengths of their answers, written down for `headway train`: one JSON object a line, in a [`RowLog`].
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, SyncSender, TrySendError, sync_channel};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::io;
+use std::path::PathBuf;
 
 use crate::config::TrainingLogSettings;
 use crate::ranker::PromptText;
-use crate::telemetry::metrics::TrainingRows;
+use crate::row_log::{self, Full, RowLog};
+use crate::telemetry::metrics::RowCounts;
 
 /// Rows that may wait to be written; at most some 10 KB each.
 const QUEUE: usize = 1024;
-/// Bytes of rows from which on no more are put together to one write.
-const BURST: usize = 64 << 10;
-/// A disk that takes nothing is told of this often.
-const REMIND: Duration = Duration::from_secs(60);
 
-/// The file, open for as long as this lives; Dropping it waits until everything is written.
+/// The file, open for as long as this lives; dropping it waits until everything is written.
 pub struct TrainingLog {
     settings: TrainingLogSettings,
-    rows: Option<SyncSender<Vec<u8>>>,
-    writer: Option<JoinHandle<()>>,
-    counts: TrainingRows,
+    log: RowLog,
 }
 
 /// Why no training log can be kept.
@@ -38,20 +26,15 @@ pub struct TrainingLogError {
 }
 
 impl TrainingLog {
-    /// Opens the file, to go on behind what it holds, and starts the thread. A file that is made is its owner's alone, since it holds prompts. Blocks.
+    /// Opens the file, to go on behind what it holds. A file that is made is its owner's alone, since it holds prompts. Blocks.
     ///
     /// # Errors
     /// The file cannot be opened for writing, or there is no thread to be had.
-    pub fn start(settings: TrainingLogSettings, counts: TrainingRows) -> Result<TrainingLog, TrainingLogError> {
-        let failed = |source| TrainingLogError { path: settings.file.clone(), source };
-        let writer = Writer::open(&settings).map_err(failed)?;
-        let (rows, waiting) = sync_channel(QUEUE);
-        let thread = std::thread::Builder::new().name("training-log".into()).spawn({
-            let counts = counts.clone();
-            move || writer.run(&waiting, &counts)
-        });
-        let writer = Some(thread.map_err(failed)?);
-        Ok(TrainingLog { settings, rows: Some(rows), writer, counts })
+    pub fn start(settings: TrainingLogSettings, counts: RowCounts) -> Result<TrainingLog, TrainingLogError> {
+        let TrainingLogSettings { file, max_size } = settings.clone();
+        let rows = row_log::Settings { name: "training-log", file, max_size, full: Full::Replaces, queue: QUEUE };
+        let log = RowLog::start(rows, counts).map_err(|source| TrainingLogError { path: settings.file.clone(), source })?;
+        Ok(TrainingLog { settings, log })
     }
 
     /// What it was started with.
@@ -69,115 +52,14 @@ impl TrainingLog {
         }
         row.insert("source".into(), pool.into());
         row.insert("lens".into(), serde_json::json!({ model: tokens }));
-        let line = format!("{}\n", serde_json::Value::Object(row)).into_bytes();
-        // The sender is there until the drop.
-        let Some(rows) = &self.rows else { return };
-        if let Err(TrySendError::Full(_) | TrySendError::Disconnected(_)) = rows.try_send(line) {
-            self.counts.lost.inc();
-        }
+        self.log.push(format!("{}\n", serde_json::Value::Object(row)).into_bytes());
     }
-}
-
-impl Drop for TrainingLog {
-    fn drop(&mut self) {
-        self.rows = None;
-        if let Some(writer) = self.writer.take() {
-            // A thread that panicked has said so.
-            _ = writer.join();
-        }
-    }
-}
-
-struct Writer {
-    path: PathBuf,
-    max_size: u64,
-    file: File,
-    /// Bytes in the file.
-    size: u64,
-    /// The file may end in the middle of a row.
-    torn: bool,
-    /// When a failure was last told of.
-    told: Option<Instant>,
-}
-
-impl Writer {
-    fn open(settings: &TrainingLogSettings) -> io::Result<Writer> {
-        let (file, size, torn) = open(&settings.file)?;
-        Ok(Writer { path: settings.file.clone(), max_size: settings.max_size, file, size, torn, told: None })
-    }
-
-    fn run(mut self, rows: &Receiver<Vec<u8>>, counts: &TrainingRows) {
-        while let Ok(mut burst) = rows.recv() {
-            let mut count = 1;
-            while burst.len() < BURST
-                && let Ok(row) = rows.try_recv()
-            {
-                burst.extend(row);
-                count += 1;
-            }
-            match self.write(&burst) {
-                Ok(()) => counts.written.inc_by(count),
-                Err(error) => {
-                    self.tell(&error);
-                    counts.lost.inc_by(count)
-                }
-            };
-        }
-    }
-
-    /// Writes whole rows at once: during a hand-over two processes append to the same file.
-    fn write(&mut self, rows: &[u8]) -> io::Result<()> {
-        // Somebody may have taken the file away; what is written to it then nobody would find.
-        if !self.is_in_place() {
-            (self.file, self.size, self.torn) = open(&self.path)?;
-        }
-        if self.size > 0 && self.size + rows.len() as u64 > self.max_size {
-            let mut older = self.path.clone().into_os_string();
-            older.push(".1");
-            fs::rename(&self.path, older)?;
-            (self.file, self.size, self.torn) = open(&self.path)?;
-        }
-        if self.torn {
-            self.file.write_all(b"\n")?;
-        }
-        self.torn = true;
-        self.file.write_all(rows)?;
-        self.torn = false;
-        self.size += rows.len() as u64;
-        Ok(())
-    }
-
-    fn is_in_place(&self) -> bool {
-        let same = |open: fs::Metadata, there: fs::Metadata| (open.dev(), open.ino()) == (there.dev(), there.ino());
-        self.file.metadata().and_then(|open| Ok(same(open, fs::metadata(&self.path)?))).unwrap_or(false)
-    }
-
-    fn tell(&mut self, error: &io::Error) {
-        if self.told.is_none_or(|told| told.elapsed() >= REMIND) {
-            self.told = Some(Instant::now());
-            tracing::warn!("{} cannot be written, training rows are lost: {error}", self.path.display());
-        }
-    }
-}
-
-/// The file, how long it is, and whether its last row has no end.
-fn open(path: &Path) -> io::Result<(File, u64, bool)> {
-    let mut file = OpenOptions::new().read(true).append(true).create(true).mode(0o600).open(path)?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
-        return Err(io::Error::other("it is no regular file"));
-    }
-    let size = metadata.len();
-    let mut last = [b'\n'];
-    if size > 0 {
-        file.seek(SeekFrom::End(-1))?;
-        file.read_exact(&mut last)?;
-    }
-    Ok((file, size, last != [b'\n']))
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
     use crate::telemetry::metrics::Metrics;
     use crate::training::dataset;

@@ -109,6 +109,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         otlp: None,
         keys: None,
         training_log: None,
+        usage_log: None,
         state: None,
         edge: Edge::default(),
         pools: vec![Arc::new(pool)],
@@ -148,6 +149,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     }
     if let Some(log) = &snapshot.training_log {
         let _ = writeln!(out, "  training   answers are noted in {}, up to {} and as much again", log.file.display(), show_bytes(log.max_size));
+    }
+    if let Some(log) = &snapshot.usage_log {
+        let _ = writeln!(out, "  usage      is written to {}, in files of {}", log.file.display(), show_bytes(log.max_size));
     }
     if let Some(otlp) = &snapshot.otlp {
         let _ = writeln!(out, "  traces     {} of requests go to {}", otlp.sample, otlp.endpoint);

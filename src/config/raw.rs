@@ -32,6 +32,7 @@ pub(super) struct File {
     #[serde(default, deserialize_with = "written")]
     pub keys: Option<Keys>,
     pub training_log: Option<TrainingLog>,
+    pub usage_log: Option<UsageLog>,
     pub state: Option<Leaf<PathBuf>>,
     pub edge: Option<Edge>,
     pub limits: Option<Limits>,
@@ -110,6 +111,13 @@ pub(super) struct TenantLimits {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct TrainingLog {
+    pub file: Leaf<PathBuf>,
+    pub max_size: Option<Leaf<Bytes>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct UsageLog {
     pub file: Leaf<PathBuf>,
     pub max_size: Option<Leaf<Bytes>>,
 }

@@ -31,6 +31,8 @@ pub struct Snapshot {
     pub keys: Option<Arc<Vec<Arc<TenantSettings>>>>,
     /// Where the lengths of answers are written down for training; `None`: nowhere.
     pub training_log: Option<TrainingLogSettings>,
+    /// Where is written down what requests used; `None`: nowhere.
+    pub usage_log: Option<UsageLogSettings>,
     /// The directory where pools keep what they have learnt; `None` forgets it at the end.
     pub state: Option<PathBuf>,
     /// Body, header and wait limits of the edge.
@@ -55,6 +57,8 @@ pub const DEFAULT_SAMPLE: f64 = 0.01;
 pub const DEFAULT_SERVICE_NAME: &str = "headway";
 /// Size of a training log when nothing else is said, in bytes.
 pub const DEFAULT_TRAINING_LOG: u64 = 256 << 20;
+/// Size of one file of the usage log when nothing else is said, in bytes.
+pub const DEFAULT_USAGE_LOG: u64 = 64 << 20;
 /// Attempts on other backends when nothing else is said.
 pub const DEFAULT_RETRIES: u32 = 2;
 /// Retries per second of one pool when nothing else is said.
@@ -133,6 +137,14 @@ pub struct TenantLimits {
 pub struct TrainingLogSettings {
     pub file: PathBuf,
     /// Bytes from which on the file becomes the older one, in place of the one before.
+    pub max_size: u64,
+}
+
+/// Files of what requests used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UsageLogSettings {
+    pub file: PathBuf,
+    /// Bytes from which on the file is put away under a name of its own.
     pub max_size: u64,
 }
 

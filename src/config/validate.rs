@@ -214,6 +214,7 @@ impl Builder<'_> {
         let otlp = file.telemetry.as_ref().and_then(|telemetry| telemetry.otlp.as_ref());
         let otlp = otlp.and_then(|otlp| self.otlp(otlp, &root.key("telemetry").key("otlp")));
         let training_log = file.training_log.as_ref().and_then(|log| self.training_log(log, &root.key("training_log")));
+        let usage_log = file.usage_log.as_ref().and_then(|log| self.usage_log(log, &root.key("usage_log"), training_log.as_ref()));
         let state = file.state.as_ref().and_then(|leaf| self.state(leaf, &root.key("state")));
         let edge = self.edge(file.edge.as_ref().unwrap_or(&raw::Edge::default()), &root.key("edge"));
         let limits = self.limits(file.limits.as_ref(), &root.key("limits"), DEFAULT_LIMITS, &edge);
@@ -253,6 +254,7 @@ impl Builder<'_> {
             otlp,
             keys,
             training_log,
+            usage_log,
             state,
             edge,
             pools,
@@ -394,7 +396,20 @@ impl Builder<'_> {
     }
 
     fn training_log(&mut self, raw: &raw::TrainingLog, place: &Place) -> Option<TrainingLogSettings> {
-        let file = self.path(&raw.file, &place.key("file"))?;
+        let file = self.file_of_lines(&raw.file, &place.key("file"), None)?;
+        let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_TRAINING_LOG);
+        Some(TrainingLogSettings { file, max_size })
+    }
+
+    fn usage_log(&mut self, raw: &raw::UsageLog, place: &Place, training: Option<&TrainingLogSettings>) -> Option<UsageLogSettings> {
+        let file = self.file_of_lines(&raw.file, &place.key("file"), training.map(|training| training.file.as_path()))?;
+        let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_USAGE_LOG);
+        Some(UsageLogSettings { file, max_size })
+    }
+
+    /// A file that the gateway writes; `taken` is another one of its own.
+    fn file_of_lines(&mut self, leaf: &Leaf<PathBuf>, place: &Place, taken: Option<&Path>) -> Option<PathBuf> {
+        let file = self.path(leaf, place)?;
         let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let same = |other: &PathBuf| file.canonicalize().is_ok_and(|file| other.canonicalize().is_ok_and(|other| other == file));
         let mistake = if !parent.is_dir() {
@@ -403,14 +418,15 @@ impl Builder<'_> {
             Some(Mistake::new(format!("{} is no regular file", file.display()), "name a file; it is made if it is missing"))
         } else if self.sources.iter().any(same) {
             Some(Mistake::new(format!("{} belongs to the configuration", file.display()), "name a file of its own"))
+        } else if taken.is_some_and(|taken| taken == file || same(&taken.to_owned())) {
+            Some(Mistake::new(format!("{} is the training log", file.display()), "name a file of its own"))
         } else {
             None
         };
         if let Some(mistake) = mistake {
-            self.checker.problem(raw.file.text.referenced, &place.key("file"), mistake);
+            self.checker.problem(leaf.text.referenced, place, mistake);
         }
-        let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_TRAINING_LOG);
-        Some(TrainingLogSettings { file, max_size })
+        Some(file)
     }
 
     fn otlp(&mut self, raw: &raw::Otlp, place: &Place) -> Option<Otlp> {

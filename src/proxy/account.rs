@@ -14,11 +14,15 @@ use crate::config::Pool;
 use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
 use crate::ranker::{Neutral, Opinion, Pending, PromptText};
+use crate::row_log;
 use crate::scheduler::{Facts, Scored, Time, Tokens};
 use crate::telemetry::{self, Outcome, Resume, Stage, Trace};
 use crate::tenancy::{Admission, Refused, Tenant};
 use crate::training_log::TrainingLog;
+use crate::usage_log::{Usage, UsageLog, Written};
 
+/// What an answer is called in which the backend told of an error.
+pub const ERROR_IN_STREAM: &str = "error_in_stream";
 /// What a client that left is called, here and in nginx's log.
 const CLIENT_LEFT: (u16, &str) = (499, "client_left");
 
@@ -62,6 +66,8 @@ pub struct Account {
     goes_on: bool,
     prompt_tokens: Option<u32>,
     output_tokens: u32,
+    /// They are the backend's own counts.
+    counted: bool,
     /// Output tokens that it can have at most: a backend that counts more has miscounted.
     most_output: Tokens,
     /// The answer said that it ended by itself.
@@ -70,6 +76,8 @@ pub struct Account {
     compared: Option<(Scored, Pending)>,
     /// Where its length is to be noted, and for which prompt.
     noted: Option<Box<(Arc<TrainingLog>, PromptText)>>,
+    /// Where its usage is to be written down; gone once that is done.
+    usage_log: Option<Arc<UsageLog>>,
     status: u16,
     reason: &'static str,
     /// The backend's answer and what its status is called.
@@ -113,10 +121,12 @@ impl Account {
             goes_on: false,
             prompt_tokens: None,
             output_tokens: 0,
+            counted: false,
             most_output: Tokens::MAX,
             stopped: false,
             compared: None,
             noted: None,
+            usage_log: None,
             status: CLIENT_LEFT.0,
             reason: CLIENT_LEFT.1,
             answer: CLIENT_LEFT,
@@ -319,13 +329,46 @@ impl Account {
     pub fn tokens(&mut self, seen: &Seen) {
         self.output_tokens = seen.output();
         self.prompt_tokens = seen.prompt_tokens;
+        self.counted = seen.is_counted();
         self.stopped = seen.finish == Some(Finish::Stopped);
     }
 
-    /// Whether a backend has worked on it, rather than refused it or not been reached.
-    fn has_run(&self) -> bool {
+    /// Whether a backend has worked on it, if it ends for this reason, rather than refused it or not been reached.
+    fn has_run(&self, reason: &str) -> bool {
         const CUT_OFF: [&str; 4] = [CLIENT_LEFT.1, "first_byte_timeout", "inter_chunk_timeout", "total_timeout"];
-        self.output_tokens > 0 || self.target.is_some() && (self.reason == "ok" || CUT_OFF.contains(&self.reason))
+        self.output_tokens > 0 || self.target.is_some() && (reason == "ok" || CUT_OFF.contains(&reason))
+    }
+
+    /// What it uses is written down.
+    pub fn is_written_down(&mut self, log: &Arc<UsageLog>) {
+        self.usage_log = Some(Arc::clone(log));
+    }
+
+    /// The answer is complete but for the last of it, which is not to reach the client before its usage is written down. `None`: nothing has to be.
+    pub fn seal(&mut self, is_error: bool) -> Option<Written> {
+        let reason = if is_error { ERROR_IN_STREAM } else { self.answer.1 };
+        if !self.has_run(reason) {
+            return None;
+        }
+        let log = self.usage_log.take()?;
+        Some(log.write(&self.usage(reason)))
+    }
+
+    fn usage<'a>(&'a self, reason: &'a str) -> Usage<'a> {
+        Usage {
+            time: row_log::now(),
+            id: self.request_id(),
+            tenant: self.tenant.as_ref().map(|tenant| tenant.name()),
+            model: &self.model,
+            upstream_model: self.upstream_model(),
+            pool: self.pool.as_ref().map(|pool| pool.name.as_str()),
+            path: &self.path,
+            reason,
+            prompt_tokens: self.prompt_tokens,
+            output_tokens: self.output_tokens.min(self.most_output),
+            counted: self.counted,
+            resumed: self.resumed,
+        }
     }
 
     /// The model as the backends of its pool know it.
@@ -371,6 +414,9 @@ fn operation(api: Api, path: &str) -> (Option<&'static str>, &'static str) {
 
 impl Drop for Account {
     fn drop(&mut self) {
+        if let Some(log) = self.usage_log.take().filter(|_| self.has_run(self.reason)) {
+            log.note(&self.usage(self.reason));
+        }
         let admission = self.admission.take();
         let (trace, noted, compared) = (self.trace.take(), self.noted.take(), self.compared.take());
         let (operation, provider) = operation(self.api, &self.path);
@@ -408,7 +454,7 @@ impl Drop for Account {
             resumed: self.resumed,
             not_resumed: self.not_resumed,
         };
-        if let Some(admission) = admission.filter(|_| self.has_run()) {
+        if let Some(admission) = admission.filter(|_| self.has_run(self.reason)) {
             admission.used(self.prompt_tokens, self.output_tokens.min(self.most_output));
         }
         let is_learnt_from =

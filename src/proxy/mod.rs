@@ -126,7 +126,14 @@ impl Handler for Proxy {
             _ = cut.wait_for(|cut| *cut) => Err(Failure::ShuttingDown),
         };
         match ended {
-            Ok(answered) => self.reply(answered, account),
+            Ok(answered) => {
+                if matches!(answered, Answered::Whole(_))
+                    && let Some(written) = account.seal(false)
+                {
+                    written.await;
+                }
+                self.reply(answered, account)
+            }
             Err(failure) => {
                 let gone = matches!(failure, Failure::Body(BodyError::Timeout(_) | BodyError::Broken));
                 refuse(&failure, account, body.filter(|_| !expects && !gone))
@@ -189,6 +196,9 @@ impl Proxy {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
         let api = dialect(&head)?;
+        if let Some(log) = &live.usage_log {
+            account.is_written_down(log);
+        }
         let patience = headers::request_timeout(&head.headers)?;
 
         let held = match body {

@@ -11,7 +11,7 @@ use hyper::body::Incoming;
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
-use super::account::Account;
+use super::account::{Account, ERROR_IN_STREAM};
 use super::response::Failure;
 use super::resume::Again;
 use super::stream::{Finish, Observer, Seen};
@@ -20,6 +20,7 @@ use crate::dispatcher::Permit;
 use crate::fleet::Observation;
 use crate::scheduler::Ending;
 use crate::telemetry::Resume;
+use crate::usage_log::Written;
 
 /// Bytes of a refused body that are still read, so that its sender gets to see the refusal.
 const LINGER_BYTES: u64 = 64 << 20;
@@ -229,6 +230,8 @@ pub struct Reply {
     permit: Option<Permit>,
     /// What it takes to go on from another backend, where that is wanted.
     again: Option<Box<Again>>,
+    /// The last of the answer, and what it waits for.
+    sealing: Option<(Written, Bytes)>,
     /// Ready when the process cuts what it cannot wait for.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     account: Account,
@@ -250,7 +253,7 @@ impl Reply {
                 std::future::pending::<()>().await;
             }
         });
-        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), again, cut, account }
+        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), again, sealing: None, cut, account }
     }
 
     /// The length of what is still to come, where nothing is changed on the way.
@@ -261,6 +264,13 @@ impl Reply {
 
     fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Next> {
         loop {
+            if let Some((written, _)) = &mut self.sealing {
+                ready!(written.as_mut().poll(cx));
+            }
+            match self.sealing.take() {
+                Some((_, bytes)) if !bytes.is_empty() => return Poll::Ready(Next::Bytes(bytes)),
+                _ => {}
+            }
             let Some(upstream) = &mut self.upstream else { return Poll::Ready(Next::End) };
             // Polled rather than looked at: an HTTP/2 stream is a task of its own, which nothing else would wake.
             if self.cut.as_mut().poll(cx).is_ready() {
@@ -274,6 +284,9 @@ impl Reply {
                             // Hears of the end, so that the connection can carry another request.
                             _ = upstream.poll_chunk(cx);
                             self.complete(None);
+                            if self.seals(None, &chunk) {
+                                continue;
+                            }
                         }
                         return Poll::Ready(Next::Bytes(chunk));
                     };
@@ -285,6 +298,11 @@ impl Reply {
                     }
                     if let Some(permit) = &mut self.permit {
                         permit.progress(observer.seen().here());
+                    }
+                    // Clients take the dialect's last word for the end.
+                    let seen = *observer.seen();
+                    if seen.done && self.seals(Some(seen), &out) {
+                        continue;
                     }
                     if !out.is_empty() {
                         return Poll::Ready(Next::Bytes(out));
@@ -299,10 +317,20 @@ impl Reply {
                     let rest = self.observer.as_mut().map(Observer::end).unwrap_or_default();
                     let seen = self.observer.as_ref().map(|observer| *observer.seen());
                     self.complete(seen);
+                    if self.seals(seen, &rest) {
+                        continue;
+                    }
                     return Poll::Ready(if rest.is_empty() { Next::End } else { Next::Bytes(rest) });
                 }
             }
         }
+    }
+
+    /// Whether `last`, the last of the answer, waits until the answer's usage is written down.
+    fn seals(&mut self, seen: Option<Seen>, last: &Bytes) -> bool {
+        let Some(written) = self.account.seal(seen.is_some_and(|seen| seen.error)) else { return false };
+        self.sealing = Some((written, last.clone()));
+        true
     }
 
     /// The backend has said all it has to say.
@@ -316,7 +344,7 @@ impl Reply {
             None => self.ending,
         };
         match ending {
-            Ending::Failed { .. } if seen.is_some() => self.account.ended("error_in_stream"),
+            Ending::Failed { .. } if seen.is_some() => self.account.ended(ERROR_IN_STREAM),
             _ => self.account.succeeded(),
         }
         if let Some(permit) = self.permit.take() {
@@ -343,7 +371,9 @@ impl Reply {
             if seen.done || seen.finish.is_some() && observer.hides_usage() {
                 // All that counts has come.
                 self.complete(Some(seen));
-                return (self, Bytes::from_static(if seen.done { b"" } else { b"\ndata: [DONE]\n\n" }));
+                let last = Bytes::from_static(if seen.done { b"" } else { b"\ndata: [DONE]\n\n" });
+                let bytes = if self.seals(Some(seen), &last) { Bytes::new() } else { last };
+                return (self, bytes);
             }
             let resumed = tokio::select! {
                 biased;

@@ -62,6 +62,11 @@ impl Seen {
         self.output().saturating_sub(self.told)
     }
 
+    /// Its tokens are the backend's own counts.
+    pub fn is_counted(&self) -> bool {
+        self.reported.is_some() && self.prompt_tokens.is_some() && (self.finish.is_some() || self.done)
+    }
+
     /// Another backend has begun the answer, so that its length here is not its own.
     pub fn is_the_rest(&self) -> bool {
         self.told > 0

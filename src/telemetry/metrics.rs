@@ -115,13 +115,21 @@ pub struct Traces {
     pub dropped: Counter,
 }
 
-/// What became of rows for training.
+/// What became of the lines of a file.
 #[derive(Clone, Debug)]
-pub struct TrainingRows {
+pub struct RowCounts {
     /// They are in the file.
     pub written: Counter,
     /// The disk did not take them, or not in time.
     pub lost: Counter,
+}
+
+/// What became of the lines of the usage log.
+#[derive(Clone, Debug)]
+pub struct UsageLines {
+    pub rows: RowCounts,
+    /// Their answers did not wait for them any longer; they may be written later.
+    pub late: Counter,
 }
 
 /// The counters of one gateway.
@@ -142,6 +150,7 @@ pub struct Metrics {
     scores: Family<ScoringLabels, Counter>,
     traces: Family<ResultLabels, Counter>,
     training_rows: Family<ResultLabels, Counter>,
+    usage_lines: Family<ResultLabels, Counter>,
     /// Models with series of their own.
     models: Mutex<BTreeSet<String>>,
 }
@@ -172,6 +181,7 @@ impl Default for Metrics {
             scores: Family::default(),
             traces: Family::default(),
             training_rows: Family::default(),
+            usage_lines: Family::default(),
             models: Mutex::default(),
         };
         metrics.registered()
@@ -196,6 +206,7 @@ impl Metrics {
         registry.register("scores", "Where the scores of requests came from", self.scores.clone());
         registry.register("traces", "Recorded traces, by what became of them", self.traces.clone());
         registry.register("training_rows", "Answers noted for training, by what became of them", self.training_rows.clone());
+        registry.register("usage_lines", "Lines of the usage log, by what became of them", self.usage_lines.clone());
         self
     }
 
@@ -249,9 +260,15 @@ impl Metrics {
     }
 
     /// Counters of rows for training, which have series from then on.
-    pub fn training_rows(&self) -> TrainingRows {
+    pub fn training_rows(&self) -> RowCounts {
         let of = |result| self.training_rows.get_or_create(&ResultLabels { result }).clone();
-        TrainingRows { written: of("written"), lost: of("lost") }
+        RowCounts { written: of("written"), lost: of("lost") }
+    }
+
+    /// Counters of the usage log's lines, which have series from then on.
+    pub fn usage_lines(&self) -> UsageLines {
+        let of = |result| self.usage_lines.get_or_create(&ResultLabels { result }).clone();
+        UsageLines { rows: RowCounts { written: of("written"), lost: of("lost") }, late: of("late") }
     }
 
     /// Writes the metrics in the OpenMetrics text format, without the closing `# EOF`.

@@ -54,11 +54,12 @@ def close(exchange):
 class Pair:
     """A gateway in front of backends of which each takes the part that is next, whichever it is asked first."""
 
-    def __init__(self, launch, *parts, backends=None, engine="vllm", **settings):
+    def __init__(self, launch, *parts, backends=None, engine="vllm", sections=None, **settings):
         self.parts, self.asked = list(parts), []
         self.backends = [launch.backend(self.answer) for _ in range(backends or max(2, len(parts)))]
         entries = [{"url": backend.url, "engine": engine} for backend in self.backends]
-        self.gateway = launch.gateway(pool("sim", *entries, **{"resume": True, **settings}), arguments=["--log", "json"]).healthy(len(entries))
+        chat_pool = pool("sim", *entries, **{"resume": True, **settings})
+        self.gateway = launch.gateway(chat_pool, arguments=["--log", "json"], **(sections or {})).healthy(len(entries))
 
     def answer(self, exchange):
         self.asked.append(exchange)
@@ -389,7 +390,7 @@ def test_a_place_where_nothing_can_go_on_is_a_mistake(launch):
 
 
 def test_a_real_engine_goes_on_where_a_killed_one_stopped(launch):
-    """Greedy, on a model whose tokens are whole words, so that a text has one tokenization wherever it is cut: the two halves make the undisturbed answer."""
+    """Greedy, on a model whose tokens are whole words, so that a text has one tokenization wherever it is cut: the halves make the undisturbed answer."""
     engines = [launch.llama(hidden=256, layers=4, context=2048) for _ in range(2)]
     gateway = launch.gateway(pool("toy", *engines, resume=True)).healthy(2)
     settings = {"model": "toy", "temperature": 0, "max_tokens": 300, "stream": True, "stream_options": {"include_usage": True}}
