@@ -258,12 +258,13 @@ def scale(options, wire, directory, core):
     if (weights / "card.json").exists():
         variants.append(("ranker, the score comes from its cache", {"ranker": weights}))
     mock, upstream = wire.mock()
-    results, running = [], []
+    results, running, started = [], [], []
     try:
         time.sleep(0.3)
         for at, (name, change) in enumerate(variants):
             idle = change.pop("idle", 0)
             peer = Variant(upstream, Path(directory) / f"v{at}", core, **change)
+            started.append(peer)
             bodies = [case.request(f"m{pool}") for pool in range(change.get("pools", 1))]
             file = None
             if change.get("tenants"):
@@ -273,21 +274,21 @@ def scale(options, wire, directory, core):
             else:
                 peer.wait(bodies[0])
             rss = peers.rss_mib(peer.processes())
-            holder = None
-            if idle:
-                holder = wire.spawn("idle", peer.address, idle, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-                assert int(holder.stdout.readline()) == idle
+            holder = wire.spawn("idle", peer.address, idle, stdin=subprocess.PIPE, stdout=subprocess.PIPE) if idle else None
             running.append((name, peer, bodies, file, rss, holder))
+            if holder and holder.stdout.readline().strip() != str(idle).encode():
+                raise SystemExit(f"{idle} connections could not be opened")
         for repeat in range(options.repeats):
             for name, peer, bodies, file, rss, _ in running:
                 result = measure(wire, mock, peer, peer.address, case, 0, bodies, file)
                 results.append(result | {"peer": name, "repeat": repeat, "rss_idle": rss})
                 print(f"{name:40} {result['cpu_us']:7.1f} us/request  {rss:6.1f} MiB idle, {result['rss_mib']:6.1f} after  failed {result['failed'] or 0}", flush=True)
     finally:
-        for _, peer, _, _, _, holder in running:
+        for _, _, _, _, _, holder in running:
             if holder:
                 holder.stdin.close()
                 holder.wait()
+        for peer in started:
             peer.stop()
         mock.kill()
         mock.wait()

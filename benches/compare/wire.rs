@@ -578,7 +578,6 @@ fn load(load: &Load) -> Result<(), Error> {
         backlog.extend((0..load.connections).map(|number| (start, number)));
         next = load.connections;
     }
-    let mut quiet_since = start;
     loop {
         let now = Instant::now();
         while let Some(arrival) = arrivals.pop_front_if(|arrival| *arrival <= now) {
@@ -624,9 +623,9 @@ fn load(load: &Load) -> Result<(), Error> {
         if running == 0 && backlog.is_empty() && now >= end {
             break;
         }
-        if now > end && now - quiet_since > PATIENCE {
+        if now > end + PATIENCE {
             for _ in 0..running + backlog.len() {
-                outcome.fail("no answer within 30 s");
+                outcome.fail("no answer 30 s after the end");
             }
             break;
         }
@@ -647,26 +646,24 @@ fn load(load: &Load) -> Result<(), Error> {
             match client.advance(load, &mut buffer, &mut outcome, &mut shown) {
                 Ok(Progress::Waits) => {}
                 Ok(progress) => {
-                    quiet_since = Instant::now();
                     running -= 1;
                     match progress {
                         Progress::Closes => clients[place] = None,
                         _ => idle.push(place),
                     }
-                    if closed && quiet_since < end {
-                        backlog.push_back((quiet_since, next));
+                    if closed && now < end {
+                        backlog.push_back((now, next));
                         next += 1;
                     }
                 }
                 Err(error) => {
-                    quiet_since = Instant::now();
                     clients[place] = None;
                     idle.retain(|&other| other != place);
                     if busy {
                         outcome.fail(error);
                         running -= 1;
-                        if closed && quiet_since < end {
-                            backlog.push_back((quiet_since, next));
+                        if closed && now < end {
+                            backlog.push_back((now, next));
                             next += 1;
                         }
                     }
