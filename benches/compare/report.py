@@ -15,6 +15,10 @@ GOALS = [
 ]
 
 
+# With others on more of the cores than this, times say how long a process waited for a core, not what a proxy adds.
+BUSY = 0.3
+
+
 def median(values):
     values = list(values)
     return statistics.median(values) if values else None
@@ -74,7 +78,7 @@ def markdown(found):
     text += ["| peer | version | settings | RSS idle, MiB | RSS peak, MiB |", "|---|---|---|---|---|"]
     text += [f"| {name} | {about['version']} | {about['settings']} | {found['rss'][name]['idle']:.0f} | {found['rss'][name]['peak']:.0f} |" for name, about in found["peers"].items()]
     text += [f"| {name} | | left out: {why} | | |" for name, why in found["missing"].items()]
-    text += ["", *goals(found, figures)]
+    text += ["", *overview(found, figures), "", *goals(found, figures)]
     for case in found["cases"]:
         text += ["", f"**{case['what']}** (`{case['name']}`)", ""]
         head = "| | CPU us/request (min..max) | x nginx |" + (" CPU us/chunk |" if case["chunks"] else "") + " requests/s | first byte p50, ms | p99 | last byte p50, ms | p99 | others' cores | failed |"
@@ -92,8 +96,12 @@ def markdown(found):
             if case["chunks"]:
                 cells.append("-" if name == "direct" else sig(median(cpu) / case["chunks"]))
             cells.append(sig(median(figures.of(*where, lambda row: row["rps"]))))
+            busy = any((median(figures.of(case["name"], name, lambda row: row["foreign"])) or 0) > BUSY for name in names)
             for which in ("first_us", "last_us"):
                 for quantile in ("p50", "p99"):
+                    if busy:
+                        cells.append("busy")
+                        continue
                     value, base = figures.at(*where, which, quantile), figures.at(case["name"], "direct", which, quantile)
                     cells.append(ms(value) if name == "direct" or base is None else f"+{ms(value - base)}" if value >= base else f"-{ms(base - value)}")
             cells.append(shown(median(figures.of(*where, lambda row: row["foreign"]))))
@@ -101,6 +109,17 @@ def markdown(found):
             cells.append("; ".join(f"{count} x {why}" for why, count in failed.items()) or "0")
             text.append("| " + " | ".join(cells) + " |")
     return "\n".join(text) + "\n"
+
+
+def overview(found, figures):
+    """CPU per request of everyone, a row a case."""
+    names = list(found["peers"])
+    text = ["| CPU of the proxy, us a request | " + " | ".join(names) + " | headway to nginx | others' cores |", "|" + "---|" * (len(names) + 3)]
+    for case in found["cases"]:
+        foreign = median(row["foreign"] for name in names for row in figures.rows.get((case["name"], name), []))
+        cells = [sig(figures.cpu(case["name"], name)) for name in names]
+        text.append(f"| {case['what']} | {' | '.join(cells)} | {shown(ratio(figures.cpu(case['name'], 'headway'), figures.cpu(case['name'], 'nginx')), 2, ' x')} | {shown(foreign)} |")
+    return text
 
 
 def goals(found, figures):
@@ -115,11 +134,15 @@ def goals(found, figures):
         for quantile in ("p50", "p99"):
             base = figures.at(case, "direct", "last_us", quantile)
             values = [figures.at(case, name, "last_us", quantile) for name in ("headway", "nginx")]
-            if base is not None and None not in values:
+            if any((median(figures.of(case, name, lambda row: row["foreign"])) or 0) > BUSY for name in ("direct", "headway", "nginx")):
+                rows.append((f"{case}, added to the last byte, {quantile}", "nginx; not measured: other programs kept the cores busy", None, 1.5))
+            elif base is not None and None not in values:
                 mine, other = (value - base for value in values)
                 rows.append((f"{case}, added to the last byte, {quantile}", "nginx", ratio(mine, other) if other > 0 else None, 1.5))
     text = ["| goal | beside | measured | at most | met |", "|---|---|---|---|---|"]
-    text += [f"| {what} | {other} | {shown(value, 3 if most < 0.1 else 2)} x | {most} x | {'yes' if value <= most else '**no**'} |" for what, other, value, most in rows if value is not None]
+    for what, other, value, most in rows:
+        met = "" if value is None else "yes" if value <= most else "**no**"
+        text.append(f"| {what} | {other} | {shown(value, 3 if most < 0.1 else 2, '' if value is None else ' x')} | {most} x | {met} |")
     if "headway" in found["rss"]:
         idle = found["rss"]["headway"]["idle"]
         text.append(f"| RSS after start, without the ranker | | {idle:.0f} MiB | 40 MB | {'yes' if idle * 1.048576 < 40 else '**no**'} |")

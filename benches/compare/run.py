@@ -130,6 +130,16 @@ def busy_seconds():
     return (sum(fields) - fields[3] - fields[4]) / peers.TICK
 
 
+def settle(peer, seconds=60):
+    """Waits while a peer still works on what its last clients have given up."""
+    deadline = time.monotonic() + seconds
+    while peer and time.monotonic() < deadline:
+        cpu = peers.Cpu(peer.processes())
+        time.sleep(0.2)
+        if cpu.seconds() < 0.02:
+            return
+
+
 def measure(wire, mock, peer, address, case, expect, bodies=None, keys=None):
     """One run of a case; None for `peer` is no proxy at all."""
     bodies = bodies or [case.request()]
@@ -175,7 +185,8 @@ def compare(options, wire, directory, core):
         everyone = [("direct", None, upstream)] + [(name, peer, peer.address) for name, peer in running.items()]
         for case in cases:
             expect = {}
-            for name, _, address in everyone:
+            for name, peer, address in everyone:
+                settle(peer)
                 first = wire.load(address, [case.request()], 1, 0.001, show=1)
                 wrong = f"{first['failed']}" if first["failed"] else check(case, first["body"])
                 if wrong:
@@ -195,6 +206,8 @@ def compare(options, wire, directory, core):
                         f"  others {result['foreign']:.2f} cores  failed {result['failed'] or 0}",
                         flush=True,
                     )
+            # What is measured so far outlives an interruption.
+            (options.out / "partial.json").write_text(json.dumps({"results": results, "rss": rss}))
         for name, peer in running.items():
             rss[name]["peak"] = peers.rss_mib(peer.processes(), peak=True)
         about = {name: {"version": peer.version(), "settings": peer.settings} for name, peer in running.items()}
