@@ -73,6 +73,7 @@ fn the_reference_describes_every_field_and_no_other() {
         ("Limits", "`limits` (top level, and per pool)"),
         ("Timeouts", "`timeouts` (top level, and per pool)"),
         ("Pool", "`pools[]`"),
+        ("SlowStream", "`pools[].slow_stream`"),
         ("Model", "`pools[].models[]`, the long form"),
         ("Backend", "`pools[].backends[]`"),
         ("Slots", "`slots`, the long form"),

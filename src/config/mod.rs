@@ -98,6 +98,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         retries: DEFAULT_RETRIES,
         retry_budget: DEFAULT_RETRY_BUDGET,
         resume: false,
+        slow_stream: None,
     };
     Snapshot {
         listen,

@@ -166,6 +166,14 @@ pub(super) struct Pool {
     pub retries: Option<Leaf<u64>>,
     pub retry_budget: Option<Leaf<u64>>,
     pub resume: Option<Leaf<bool>>,
+    pub slow_stream: Option<SlowStream>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SlowStream {
+    pub tokens_per_second: Leaf<f64>,
+    pub over: Option<Leaf<Duration>>,
 }
 
 /// A model name clients may ask for, when the backends know it by another.

@@ -63,6 +63,8 @@ pub const DEFAULT_USAGE_LOG: u64 = 64 << 20;
 pub const DEFAULT_RETRIES: u32 = 2;
 /// Retries per second of one pool when nothing else is said.
 pub const DEFAULT_RETRY_BUDGET: u32 = 10;
+/// The time over which the rate of a stream is taken when nothing else is said.
+pub const DEFAULT_SLOW_OVER: Duration = Duration::from_secs(30);
 /// Where an automatic window starts when the engine does not say how many slots it has.
 pub const DEFAULT_INITIAL_SLOTS: u32 = 8;
 /// What an automatic window never grows above when nothing else is said.
@@ -219,6 +221,16 @@ pub struct Pool {
     pub retry_budget: u32,
     /// Whether another backend goes on with an answer whose backend dies while it streams.
     pub resume: bool,
+    /// How slowly a stream may come; `None`: as slowly as it likes.
+    pub slow_stream: Option<SlowStream>,
+}
+
+/// A floor under the rate of a stream's tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SlowStream {
+    pub tokens_per_second: f64,
+    /// The time over which the rate is taken.
+    pub over: Duration,
 }
 
 /// One backend as configured. Its `url` is its identity across reloads.

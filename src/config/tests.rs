@@ -77,6 +77,7 @@ pools:
       - { url: "http://10.0.0.3:1", slots: { initial: 4, max: 16 }, api_key_file: secrets/key }
   - name: any
     resume: true
+    slow_stream: { tokens_per_second: 0.5 }
     backends: [{ url: "http://10.0.0.4:1" }]
 "#;
     let snapshot = load_text(
@@ -113,6 +114,7 @@ pools:
     assert_eq!(third.slots, Some(Slots::Auto { initial: 4, max: 16 }));
     assert_eq!(third.api_key.as_ref().unwrap().expose(), "sk-from-file");
     assert!(snapshot.pools[1].models.is_empty() && snapshot.pools[1].resume);
+    assert_eq!(snapshot.pools[1].slow_stream, Some(SlowStream { tokens_per_second: 0.5, over: DEFAULT_SLOW_OVER }));
     assert_eq!(snapshot.sources.len(), 3, "{:?}", snapshot.sources);
     let shown = format!("{snapshot:?}");
     assert!(!shown.contains("sk-from"), "a secret shows itself");

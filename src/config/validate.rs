@@ -525,6 +525,12 @@ impl Builder<'_> {
             let mistake = Mistake::new("retries is 0, so that no answer could go on elsewhere", "write retries: 1 or more, or resume: false");
             self.checker.problem(leaf.text.referenced, &place.key("resume"), mistake);
         }
+        let slow_stream = raw.slow_stream.as_ref().map(|slow| {
+            let place = place.key("slow_stream");
+            let rate =
+                self.checker.bounded(Some(&slow.tokens_per_second), &place.key("tokens_per_second"), 0.001..=1000.0, 1.0, |rate| rate.to_string());
+            SlowStream { tokens_per_second: rate, over: self.checker.duration(slow.over.as_ref(), &place.key("over"), DEFAULT_SLOW_OVER) }
+        });
         let backends_place = place.key("backends");
         if raw.backends.value.is_empty() {
             self.checker.problem(
@@ -544,7 +550,7 @@ impl Builder<'_> {
         let fallback_place = place.key("fallback");
         let fallback = raw.fallback.as_ref().map_or(&[][..], |fallback| &fallback.value);
         let fallback = fallback.iter().enumerate().filter_map(|(index, leaf)| self.checker.read(leaf, &fallback_place.index(index))).collect();
-        Some(Pool { name: name?, policy: policy?, models, fallback, backends, limits, timeouts, retries, retry_budget: budget, resume })
+        Some(Pool { name: name?, policy: policy?, models, fallback, backends, limits, timeouts, retries, retry_budget: budget, resume, slow_stream })
     }
 
     /// A backend's window belongs to one pool: two owners would each fill it.

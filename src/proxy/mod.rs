@@ -376,7 +376,8 @@ impl Outgoing {
         if self.explained {
             explain(&mut head.headers, routed, target, account);
         }
-        let mut upstream = Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, self.total) });
+        let mut upstream =
+            Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, self.total), slow_stream: routed.settings.slow_stream });
         if ending == Ending::Pushback {
             // Read whole, so that the slot is free while another backend is tried; a refusal of more than a mebibyte loses its text.
             let body = upstream.whole(MOST_READ).await;

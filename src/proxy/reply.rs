@@ -16,9 +16,10 @@ use super::response::Failure;
 use super::resume::Again;
 use super::stream::{Finish, Observer, Seen};
 use super::upstream::{AnswerBody, UpstreamError};
+use crate::config::SlowStream;
 use crate::dispatcher::Permit;
 use crate::fleet::Observation;
-use crate::scheduler::Ending;
+use crate::scheduler::{Ending, Tokens};
 use crate::telemetry::Resume;
 use crate::usage_log::Written;
 
@@ -133,6 +134,7 @@ pub struct Paced {
     last: Instant,
     /// Fires when a limit may be over; its deadline is only ever too early.
     timer: Option<Pin<Box<Sleep>>>,
+    floor: Option<Floor>,
 }
 
 /// Limits of an answer that has begun.
@@ -141,11 +143,63 @@ pub struct Pace {
     pub inter_chunk: Duration,
     /// When the request as a whole has taken too long, and how long that is.
     pub total: (Instant, Duration),
+    /// How slowly its tokens may come.
+    pub slow_stream: Option<SlowStream>,
+}
+
+/// Watches how fast tokens come, once the first one is there. Only the time counts in which they were waited for: who reads slowly does not make the backend slow.
+struct Floor {
+    settings: SlowStream,
+    /// Tokens that came, and how many they were when the window began.
+    tokens: Tokens,
+    before: Tokens,
+    /// Time that was waited in this window, and since when it is waited now.
+    waited: Duration,
+    since: Option<Instant>,
+    is_slow: bool,
+}
+
+impl Floor {
+    /// When the window ends if nothing comes before.
+    fn until(&mut self, now: Instant) -> Option<Instant> {
+        if self.tokens == 0 {
+            return None;
+        }
+        let since = *self.since.get_or_insert(now);
+        since.checked_add(self.settings.over.saturating_sub(self.waited))
+    }
+
+    /// The wait is over.
+    fn came(&mut self, now: Instant) {
+        if let Some(since) = self.since.take() {
+            self.waited += now.saturating_duration_since(since);
+        }
+    }
+
+    /// So many tokens have come.
+    fn told(&mut self, tokens: Tokens) {
+        if self.tokens == 0 {
+            (self.waited, self.before) = (Duration::ZERO, tokens);
+        }
+        self.tokens = tokens;
+        if self.waited >= self.settings.over {
+            self.is_slow = f64::from(tokens - self.before) < self.settings.tokens_per_second * self.settings.over.as_secs_f64();
+            (self.waited, self.before) = (Duration::ZERO, tokens);
+        }
+    }
 }
 
 impl Paced {
     pub fn new(body: AnswerBody, limits: Pace) -> Paced {
-        Paced { begun: Bytes::new(), body, limits, last: Instant::now(), timer: None }
+        let floor = |settings| Floor { settings, tokens: 0, before: 0, waited: Duration::ZERO, since: None, is_slow: false };
+        Paced { begun: Bytes::new(), body, limits, last: Instant::now(), timer: None, floor: limits.slow_stream.map(floor) }
+    }
+
+    /// So many tokens have come by now.
+    fn told(&mut self, tokens: Tokens) {
+        if let Some(floor) = &mut self.floor {
+            floor.told(tokens);
+        }
     }
 
     /// As of [`AnswerBody::is_until_close`].
@@ -185,8 +239,14 @@ impl Paced {
         if !self.begun.is_empty() {
             return Poll::Ready(Some(Ok(std::mem::take(&mut self.begun))));
         }
+        if let Some(floor) = self.floor.as_ref().filter(|floor| floor.is_slow) {
+            return Poll::Ready(Some(Err(Failure::SlowStream(floor.settings))));
+        }
         if let Poll::Ready(chunk) = self.body.poll_chunk(cx) {
             self.last = Instant::now();
+            if let Some(floor) = &mut self.floor {
+                floor.came(self.last);
+            }
             return Poll::Ready(chunk.map(|chunk| {
                 chunk.map_err(|error| match error {
                     UpstreamError::Broken(_) => Failure::CutShort,
@@ -195,15 +255,26 @@ impl Paced {
             }));
         }
         let (total, within) = self.limits.total;
-        let until = self.last.checked_add(self.limits.inter_chunk).map_or(total, |until| until.min(total));
-        let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+        let silence = self.last.checked_add(self.limits.inter_chunk).map_or(total, |until| until.min(total));
         loop {
+            let window = self.floor.as_mut().and_then(|floor| floor.until(Instant::now()));
+            let until = window.map_or(silence, |window| window.min(silence));
+            let timer = self.timer.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+            if timer.deadline() > until {
+                timer.as_mut().reset(until);
+            }
             ready!(timer.as_mut().poll(cx));
             let now = Instant::now();
             if now < until {
                 timer.as_mut().reset(until);
-            } else {
+            } else if now >= silence {
                 return Poll::Ready(Some(Err(if now < total { Failure::InterChunk(self.limits.inter_chunk) } else { Failure::Total(within) })));
+            } else if let Some(floor) = &mut self.floor {
+                floor.came(now);
+                floor.told(floor.tokens);
+                if floor.is_slow {
+                    return Poll::Ready(Some(Err(Failure::SlowStream(floor.settings))));
+                }
             }
         }
     }
@@ -301,6 +372,7 @@ impl Reply {
                     }
                     // Clients take the dialect's last word for the end.
                     let seen = *observer.seen();
+                    upstream.told(seen.here());
                     if seen.done && self.seals(Some(seen), &out) {
                         continue;
                     }
@@ -354,7 +426,7 @@ impl Reply {
 
     /// The backend broke off: another one may go on.
     fn broke(&mut self, failure: Failure) -> Next {
-        if self.again.is_some() && matches!(failure, Failure::CutShort | Failure::InterChunk(_)) {
+        if self.again.is_some() && matches!(failure, Failure::CutShort | Failure::InterChunk(_) | Failure::SlowStream(_)) {
             Next::Elsewhere(failure)
         } else {
             self.failed(&failure)

@@ -11,6 +11,7 @@ use super::api::{Api, BadBody};
 use super::body::BodyError;
 use super::headers::BadHeader;
 use super::upstream::UpstreamError;
+use crate::config::SlowStream;
 use crate::dispatcher::Rejection;
 use crate::scheduler::Reason;
 use crate::tenancy::{Refused, What};
@@ -46,6 +47,8 @@ pub enum Failure {
     Upstream(#[from] UpstreamError),
     #[error("the answer stopped: nothing came for {0:?}")]
     InterChunk(Duration),
+    #[error("the answer came slower than {} tokens a second for {:?}", .0.tokens_per_second, .0.over)]
+    SlowStream(SlowStream),
     #[error("the answer was not complete after {0:?}")]
     Total(Duration),
     #[error("the answer broke off")]
@@ -111,6 +114,7 @@ impl Failure {
             Failure::Upstream(UpstreamError::FirstByteTimeout(_)) => (StatusCode::GATEWAY_TIMEOUT, "first_byte_timeout"),
             Failure::Upstream(UpstreamError::Broken(_)) | Failure::CutShort => (StatusCode::BAD_GATEWAY, "backend_broke"),
             Failure::InterChunk(_) => (StatusCode::GATEWAY_TIMEOUT, "inter_chunk_timeout"),
+            Failure::SlowStream(_) => (StatusCode::GATEWAY_TIMEOUT, "slow_stream"),
             Failure::TotalInQueue { .. } | Failure::Total(_) | Failure::Upstream(UpstreamError::TotalTimeout) => {
                 (StatusCode::GATEWAY_TIMEOUT, "total_timeout")
             }
@@ -285,6 +289,7 @@ mod tests {
             (UpstreamError::FirstByteTimeout(second).into(), 504, "first_byte_timeout", None),
             (UpstreamError::TotalTimeout.into(), 504, "total_timeout", None),
             (Failure::InterChunk(second), 504, "inter_chunk_timeout", None),
+            (Failure::SlowStream(SlowStream { tokens_per_second: 0.5, over: second }), 504, "slow_stream", None),
             (Failure::Total(second), 504, "total_timeout", None),
         ] {
             for api in [Api::Chat, Api::Messages] {

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 
 import httpx
 import openai
@@ -215,6 +216,41 @@ def test_silence_is_a_death(launch):
     pair = Pair(launch, Speaker("one", ["a"], gate), Speaker("second", ["b"]), timeouts={"inter_chunk": "200ms"})
     assert content(events(post(pair.gateway, chat(stream=True)))) == "ab"
     assert pair.resumes() == {"resumed": 1}
+
+
+def test_a_trickle_is_cut_and_a_slow_reader_is_not(launch):
+    trickling = threading.Event()
+
+    def trickle(exchange):
+        while not exchange.left.is_set():
+            exchange.chunk(sse(delta(".", "one")))
+            trickling.wait(0.02)
+
+    floor = {"slow_stream": {"tokens_per_second": 1000, "over": "100ms"}}
+    pair = Pair(launch, Speaker("one", ["a"], trickle), Speaker("second", ["b"]), **floor)
+    text = content(events(post(pair.gateway, chat(stream=True))))
+    assert (text.strip("."), text.replace(".", "")) == (text, "ab")
+    assert pair.resumes() == {"resumed": 1}
+
+    pair = Pair(launch, Speaker("one", ["a"], trickle), resume=False, **floor)
+    answer = post(pair.gateway, chat(stream=True))
+    assert events(answer)[-1]["error"]["code"] == "slow_stream"
+    assert "slower than 1000 tokens a second" in events(answer)[-1]["error"]["message"]
+
+    # More than fits the sockets between, at once: nothing of it is waited for.
+    def flood(exchange):
+        exchange.start_stream()
+        for _ in range(1500):
+            exchange.chunk(sse(delta("x" * 20_000, "one")))
+        exchange.end_stream()
+
+    pair = Pair(launch, flood, resume=False, slow_stream={"tokens_per_second": 100, "over": "500ms"})
+    with httpx.stream("POST", pair.gateway.url + CHAT, json=chat(stream=True), timeout=30) as answer:
+        pieces = answer.iter_bytes()
+        next(pieces)
+        trickling.wait(1.2)
+        *_, last = pieces
+    assert last.endswith(b"data: [DONE]\n\n")
 
 
 TOOL = [{"type": "function", "function": {"name": "f"}}]
