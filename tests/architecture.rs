@@ -94,6 +94,9 @@ const RULES: &[Rule] = &[
         outside: &["hyper", "pingora", "candle_core", "candle_nn"],
         except: &[],
     },
+    // The simulator is on no request's way: of the gateway only `admin` runs it, on a thread of its own, when an operator asks what other policies would have done.
+    Rule { room: "proxy", rooms: &["simulator", "admin"], outside: &[], except: &[] },
+    Rule { room: "tenancy", rooms: &["simulator", "proxy", "dispatcher", "gateway", "admin"], outside: &[], except: &[] },
     Rule { room: "fleet", rooms: &["proxy", "gateway", "admin", "ranker"], outside: &["pingora", "candle_core", "candle_nn"], except: &[] },
 ];
 

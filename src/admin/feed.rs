@@ -317,7 +317,7 @@ fn percentiles(of: impl Iterator<Item = Duration>) -> Value {
 }
 
 /// Three decimals are as many as anybody can see. Never negative zero, which the sum of nothing is.
-fn rounded(number: f64) -> f64 {
+pub(super) fn rounded(number: f64) -> f64 {
     (number * 1e3).round() / 1e3 + 0.0
 }
 

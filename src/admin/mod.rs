@@ -3,18 +3,22 @@
 //! It holds handles and asks them; nothing here is on the path of a request. Nobody is authenticated: the address must not be reachable by others, and
 //! pages in an operator's browser are turned away.
 
+mod explain;
 mod feed;
+mod likeness;
 mod metrics;
 mod page;
 #[cfg(test)]
 mod tests;
 mod view;
+mod whatif;
 
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use axum::body::Bytes;
 use axum::extract::{Path as PathOf, Request, State};
 use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, HOST, ORIGIN};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
@@ -24,12 +28,14 @@ use axum::routing::{get, post};
 use axum::{Json, Router};
 use serde_json::json;
 use tokio::net::TcpSocket;
+use tokio::sync::Semaphore;
 
 use crate::config::{ReloadError, Reloader};
 use crate::gateway::Gateway;
 use crate::ranker::RankerError;
 use crate::scheduler::{BackendId, RankerVersion};
 use feed::Feed;
+use whatif::WhatIfError;
 
 /// Connections that may wait to be accepted.
 const BACKLOG: u32 = 1024;
@@ -49,6 +55,8 @@ struct Admin {
     gateway: Arc<Gateway>,
     reloader: Reloader,
     feed: Feed,
+    /// One what-if at a time.
+    whatif: Arc<Semaphore>,
     /// The first look at the backends is over. Never becomes false again.
     started: Arc<AtomicBool>,
 }
@@ -72,7 +80,7 @@ pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>, takes_over: bool)
     };
     let reloader = Reloader::start(file.map(Path::to_owned), &snapshot, apply).map_err(AdminError::Signal)?;
     let feed = Feed::start(&gateway, reloader.clone());
-    let router = router(Admin { gateway, reloader, feed, started: Arc::default() });
+    let router = router(Admin { gateway, reloader, feed, whatif: Arc::new(Semaphore::new(1)), started: Arc::default() });
     tracing::info!("operators: http://{bound}");
     tokio::spawn(async move {
         // It serves until the runtime ends; accept errors are retried inside.
@@ -105,6 +113,8 @@ fn router(admin: Admin) -> Router {
         .route("/readyz", get(ready))
         .route("/metrics", get(show_metrics))
         .route("/admin/events", get(events))
+        .route("/admin/explain/{request}", get(explain_request))
+        .route("/admin/whatif", post(what_if))
         .route("/admin/pools", get(pools))
         .route("/admin/tenants", get(tenants))
         .route("/admin/config", get(configuration))
@@ -119,7 +129,7 @@ fn router(admin: Admin) -> Router {
 }
 
 async fn index() -> &'static str {
-    "headway\n\nGET  /\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/events\nGET  /admin/pools\nGET  /admin/tenants\nGET  /admin/config\nPOST /admin/reload\n\
+    "headway\n\nGET  /\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/events\nGET  /admin/explain/{request}\nPOST /admin/whatif\nGET  /admin/pools\nGET  /admin/tenants\nGET  /admin/config\nPOST /admin/reload\n\
      GET  /admin/ranker\nPOST /admin/ranker/reload\nPOST /admin/ranker/rollback\n\
      POST /admin/backends/{pool}/{id}/drain\nPOST /admin/backends/{pool}/{id}/undrain\n"
 }
@@ -164,6 +174,37 @@ async fn events(State(admin): State<Admin>) -> Response {
     match admin.feed.view() {
         Some(body) => ([(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")], body).into_response(),
         None => failure(StatusCode::SERVICE_UNAVAILABLE, "too_many_viewers", "as many look on already as may; close a page".into()),
+    }
+}
+
+async fn explain_request(State(admin): State<Admin>, PathOf(request): PathOf<String>) -> Response {
+    match explain::explain(&admin.gateway, &request).await {
+        Some(explanation) => Json(explanation).into_response(),
+        None => {
+            let message =
+                format!("no request {request:?} waits, runs or has ended lately; its id is in the answer's x-request-id and in the access log");
+            failure(StatusCode::NOT_FOUND, "unknown_request", message)
+        }
+    }
+}
+
+async fn what_if(State(admin): State<Admin>, body: Bytes) -> Response {
+    match whatif::answer(&admin.gateway, &admin.whatif, &body).await {
+        Ok(compared) => Json(compared).into_response(),
+        Err(error) => {
+            let (status, code) = match &error {
+                WhatIfError::Body(_) | WhatIfError::Minutes | WhatIfError::Policy(_) | WhatIfError::Policies => {
+                    (StatusCode::BAD_REQUEST, "bad_question")
+                }
+                WhatIfError::Pool { .. } => (StatusCode::NOT_FOUND, "unknown_pool"),
+                WhatIfError::Request(_) => (StatusCode::NOT_FOUND, "unknown_request"),
+                WhatIfError::Few { .. } | WhatIfError::NoBackend | WhatIfError::Blind { .. } => (StatusCode::CONFLICT, "too_little_is_known"),
+                WhatIfError::Busy => (StatusCode::CONFLICT, "busy"),
+                WhatIfError::Slow(_) => (StatusCode::GATEWAY_TIMEOUT, "too_slow"),
+                WhatIfError::Simulation(_) => (StatusCode::INTERNAL_SERVER_ERROR, "simulation"),
+            };
+            failure(status, code, error.to_string())
+        }
     }
 }
 

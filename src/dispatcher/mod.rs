@@ -23,8 +23,8 @@ pub use permit::Permit;
 pub use ticket::{Rejection, Ticket};
 
 use crate::scheduler::{
-    Action, BackendId, BackendState, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, QueueView, Reason, Request, RequestId, Scheduler,
-    Scored, TenantId, Time, Tokens, Weight,
+    Action, BackendId, BackendState, Calibrated, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, QueueView, Reason, Request,
+    RequestId, RequestView, Scheduler, Score, Scored, Standpoint, TenantId, Time, Tokens, Weight,
 };
 
 /// More waiting requests than this are not ordered anew on a thread that others need.
@@ -83,6 +83,17 @@ pub struct Closeup {
     pub labels: HashMap<RequestId, Arc<str>>,
 }
 
+/// One request that waits or runs, found by its label.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// Where it is and why.
+    pub standpoint: Standpoint,
+    /// What the calibration makes of its score, if it has one.
+    pub calibrated: Option<Calibrated>,
+    /// What operators know the others in it by.
+    pub labels: HashMap<RequestId, Arc<str>>,
+}
+
 /// A handle to one pool's owner task; cheap to clone. The task ends when the last handle, ticket and permit are gone.
 #[derive(Clone)]
 pub struct Dispatcher {
@@ -97,6 +108,8 @@ enum Message {
     Happened(Event),
     View(oneshot::Sender<PoolView>),
     Closeup { most: usize, reply: oneshot::Sender<Closeup> },
+    Find { label: Arc<str>, most: usize, reply: oneshot::Sender<Option<Found>> },
+    Calibrated { model: ModelId, score: Score, reply: oneshot::Sender<Calibrated> },
     Move(Handle),
     Restore(Box<Learnt>),
     Learnt(oneshot::Sender<Learnt>),
@@ -224,6 +237,20 @@ impl Dispatcher {
         answer.await.ok()
     }
 
+    /// The request with this label, and at most `most` of those it passes and that pass it; `None` if it neither waits nor runs here. Walks through all of them.
+    pub async fn find(&self, label: &str, most: usize) -> Option<Found> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Find { label: label.into(), most, reply });
+        answer.await.ok().flatten()
+    }
+
+    /// What the pool's calibration makes of a score now.
+    pub async fn calibrated(&self, model: ModelId, score: Score) -> Option<Calibrated> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Calibrated { model, score, reply });
+        answer.await.ok()
+    }
+
     /// Accepts nothing more, lets everything that waits and runs finish until `within` has passed, then turns away what still waits.
     /// What still runs then is the caller's to cut.
     pub async fn drain(&self, within: Duration) -> Drained {
@@ -328,6 +355,8 @@ impl Owner {
             // A reader that has stopped waiting for the answer is no concern of the pool.
             Message::View(reply) => drop(reply.send(self.scheduler.view())),
             Message::Closeup { most, reply } => drop(reply.send(self.closeup(most))),
+            Message::Find { label, most, reply } => drop(reply.send(apart(self.waiting.len() > MANY, || self.find(&label, most)))),
+            Message::Calibrated { model, score, reply } => drop(reply.send(self.scheduler.calibrated(model, score))),
             Message::Restore(learnt) => apart(true, || self.scheduler.restore(&learnt)),
             Message::Learnt(reply) => drop(reply.send(apart(true, || self.scheduler.learnt()))),
             // `run` has taken it.
@@ -341,10 +370,22 @@ impl Owner {
 
     fn closeup(&self, most: usize) -> Closeup {
         let queues = self.scheduler.queues(most);
-        let shown = queues.iter().flat_map(|queue| queue.running.iter().chain(&queue.waiting)).map(|request| request.id);
-        let label = |id| self.running.get(&id).or_else(|| self.waiting.get(&id).map(|waiter| &waiter.label));
-        let labels = shown.filter_map(|id| Some((id, Arc::clone(label(id)?)))).collect();
+        let labels = self.labels(queues.iter().flat_map(|queue| queue.running.iter().chain(&queue.waiting)));
         Closeup { pool: self.scheduler.view(), queues, labels }
+    }
+
+    fn labels<'a>(&self, requests: impl Iterator<Item = &'a RequestView>) -> HashMap<RequestId, Arc<str>> {
+        let label = |id| self.running.get(&id).or_else(|| self.waiting.get(&id).map(|waiter| &waiter.label));
+        requests.filter_map(|request| Some((request.id, Arc::clone(label(request.id)?)))).collect()
+    }
+
+    fn find(&self, label: &str, most: usize) -> Option<Found> {
+        let running = self.running.iter().find(|(_, known)| &***known == label).map(|(id, _)| *id);
+        let id = running.or_else(|| self.waiting.iter().find(|(_, waiter)| &*waiter.label == label).map(|(id, _)| *id))?;
+        let standpoint = self.scheduler.standpoint(id, most)?;
+        let calibrated = standpoint.request.score.map(|scored| self.scheduler.calibrated(standpoint.request.model, scored.score));
+        let labels = self.labels(standpoint.position.iter().flat_map(|position| position.overtaking.iter().chain(&position.overtaken)));
+        Some(Found { standpoint, calibrated, labels })
     }
 
     fn handle(&mut self, event: Event) {

@@ -292,3 +292,19 @@ async fn a_closeup_names_those_that_run_and_those_that_wait() {
     let seen = pool.closeup(2).await.unwrap();
     assert!(seen.labels.is_empty() && seen.pool.in_flight == 0);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_found_by_its_label() {
+    let pool = pool(1);
+    let named = |label: &str| Arrival { label: label.into(), ..arrival(&pool) };
+    let first = pool.enqueue(named("first")).granted().await.unwrap();
+    let second = pool.enqueue(named("second"));
+    let third = pool.enqueue(named("third"));
+    let found = pool.find("third", 5).await.unwrap();
+    assert_eq!(found.standpoint.position.map(|position| (position.ahead, position.overtaken_by)), Some((1, 0)));
+    assert_eq!(found.calibrated, None, "it has no score");
+    assert_eq!(pool.find("first", 5).await.unwrap().standpoint.position, None);
+    assert!(pool.find("fourth", 5).await.is_none());
+    drop((third, second, first));
+    assert!(pool.find("third", 5).await.is_none());
+}

@@ -180,6 +180,12 @@ impl Calibration {
         bin.unwrap_or(pooled)
     }
 
+    /// The bin of a score, shortest answers first, and how many bins its ranker has.
+    pub fn bin(&self, model: ModelId, scored: Scored) -> Option<(usize, usize)> {
+        let bins = self.fit.models.get(&model).map_or(&self.fit.versions, |fit| &fit.bins).get(&scored.version)?;
+        Some((bin_of(&bins.edges, scored.score), bins.curves.len()))
+    }
+
     /// The ranker whose scores count, and its median score: what stands in for a missing score, or for one that is not comparable.
     pub fn current_ranker(&self) -> Option<Scored> {
         let version = *self.versions.last()?;

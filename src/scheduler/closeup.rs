@@ -2,7 +2,8 @@
 
 use super::Scheduler;
 use super::event::{BackendId, ModelId, RequestId, TenantId, Tokens};
-use super::score::Scored;
+use super::queue::Key;
+use super::score::{Score, Scored};
 use super::table::{Entry, Stage};
 use super::time::Time;
 
@@ -54,7 +55,82 @@ pub enum StageView {
     },
 }
 
+/// Where a waiting request stands among the others.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Position {
+    /// How many of its queue go before it, by their keys.
+    pub ahead: usize,
+    /// Of those, how many arrived after it: they overtake it.
+    pub overtaken_by: usize,
+    /// How many behind it arrived before it: it overtakes them.
+    pub overtakes: usize,
+    /// Some of both, nearest to it first.
+    pub overtaking: Vec<RequestView>,
+    pub overtaken: Vec<RequestView>,
+}
+
+/// One request and all that is known of why it is where it is.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Standpoint {
+    pub request: RequestView,
+    /// In whose queue it waits, or on which it runs.
+    pub backend: BackendId,
+    /// `None` once it runs.
+    pub position: Option<Position>,
+}
+
+/// What the calibration makes of a score.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Calibrated {
+    /// Its bin among those of the ranker that scores now, shortest answers first, and how many there are; `None` where there are none yet.
+    pub bin: Option<(usize, usize)>,
+    /// Output tokens that are expected now of a prompt with this score.
+    pub expected_output: Tokens,
+}
+
 impl Scheduler {
+    /// Where a request stands, with at most `most` examples of each kind; `None` if it neither waits nor runs. Walks through its queue.
+    pub fn standpoint(&self, id: RequestId, most: usize) -> Option<Standpoint> {
+        let entry = self.table.get(self.table.slot_of(id)?);
+        let backend = &self.backends[entry.backend as usize];
+        let position = match entry.stage {
+            Stage::Running { .. } => None,
+            Stage::Waiting { phi, .. } => {
+                let own = Key { phi, place: entry.place };
+                let mut position = Position { ahead: 0, overtaken_by: 0, overtakes: 0, overtaking: Vec::new(), overtaken: Vec::new() };
+                for key in backend.queue.keys().filter(|key| *key != own) {
+                    let other = self.table.get(key.place.slot());
+                    if key < own {
+                        position.ahead += 1;
+                        if other.arrived > entry.arrived {
+                            position.overtaken_by += 1;
+                            // The nearest are the last ones seen.
+                            if position.overtaking.len() == most {
+                                position.overtaking.remove(0);
+                            }
+                            position.overtaking.push(self.seen(other));
+                        }
+                    } else if other.arrived < entry.arrived {
+                        position.overtakes += 1;
+                        if position.overtaken.len() < most {
+                            position.overtaken.push(self.seen(other));
+                        }
+                    }
+                }
+                position.overtaking.reverse();
+                Some(position)
+            }
+        };
+        Some(Standpoint { request: self.seen(entry), backend: backend.id, position })
+    }
+
+    /// What the calibration makes of a score now, for this model.
+    pub fn calibrated(&self, model: ModelId, score: Score) -> Calibrated {
+        let scored = self.calibration.current_ranker().map(|current| Scored { score, version: current.version });
+        let estimate = self.calibration.estimate(model, scored, None, self.limits.max_output);
+        Calibrated { bin: scored.and_then(|scored| self.calibration.bin(model, scored)), expected_output: estimate.mean }
+    }
+
     /// At most `most` requests that run and `most` that wait for each backend. Costs what it returns, and a walk over everything that runs.
     pub fn queues(&self, most: usize) -> Vec<QueueView> {
         let mut queues: Vec<QueueView> = self
@@ -137,5 +213,27 @@ mod tests {
         let [all] = &pool.queues(10)[..] else { panic!("one backend") };
         assert!(all.waiting.iter().all(|request| matches!(request.stage, StageView::Waiting { aged: true, .. })));
         assert_eq!(all.running[0].stage, StageView::Running { released: Time::from_micros(1), produced: 7 });
+    }
+    #[test]
+    fn a_request_knows_who_passes_it_and_whom_it_passes() {
+        let mut pool = pool();
+        let ids = |requests: &[RequestView]| requests.iter().map(|request| request.id.0).collect::<Vec<_>>();
+        // The order is 3, 4, 2, and they arrived as 2, 3, 4.
+        let last = pool.standpoint(RequestId(2), 1).unwrap();
+        let position = last.position.unwrap();
+        assert_eq!((last.backend, position.ahead, position.overtaken_by, position.overtakes), (BackendId(0), 2, 2, 0));
+        assert_eq!((ids(&position.overtaking), ids(&position.overtaken)), (vec![4], vec![]), "the nearest");
+        let first = pool.standpoint(RequestId(3), 9).unwrap().position.unwrap();
+        assert_eq!((first.ahead, first.overtaken_by, first.overtakes, ids(&first.overtaken)), (0, 0, 1, vec![2]));
+        assert_eq!(pool.standpoint(RequestId(1), 9).unwrap().position, None, "it runs");
+        assert_eq!(pool.standpoint(RequestId(9), 9), None);
+        assert_eq!(pool.calibrated(ModelId(0), Score::new(0.5).unwrap()).bin, None, "nothing was answered");
+
+        let scored = |n: u32| Scored { score: Score::new(n as f32).unwrap(), version: RankerVersion(1) };
+        let samples = (0..400).map(|n| Sample { model: Some(ModelId(0)), score: Some(scored(n)), output: 10 * n + 1, cut: false }).collect();
+        pool.restore(&Learnt { scores: (0..400).map(scored).collect(), samples, gamma: None });
+        pool.handle(Time::from_micros(60_000_000), Event::Tick, &mut Vec::new());
+        let [short, long] = [1, 399].map(|n| pool.calibrated(ModelId(0), scored(n).score));
+        assert!(short.bin.unwrap().0 < long.bin.unwrap().0 && short.expected_output < long.expected_output, "{short:?} {long:?}");
     }
 }

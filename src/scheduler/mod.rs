@@ -45,7 +45,7 @@ pub mod invariants;
 use std::collections::{BTreeMap, BTreeSet};
 
 pub use calibration::{Learnt, Sample};
-pub use closeup::{QueueView, RequestView, StageView};
+pub use closeup::{Calibrated, Position, QueueView, RequestView, StageView, Standpoint};
 pub(crate) use concordance::tau_b;
 pub use event::*;
 pub(crate) use gamma::GammaAda;

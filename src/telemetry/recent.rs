@@ -63,6 +63,11 @@ impl Ended {
     pub fn arrived(&self) -> Instant {
         self.at.checked_sub(self.total).unwrap_or(self.at)
     }
+
+    /// When it was last released to a backend, if it ever was.
+    pub fn released_at(&self) -> Option<Instant> {
+        self.released.map(|released| self.arrived() + released)
+    }
 }
 
 /// The memory of one gateway.
@@ -119,6 +124,17 @@ impl Recent {
         self.rings().all.iter().rev().take_while(|ended| ended.at >= from).cloned().collect()
     }
 
+    /// All of them, the latest first.
+    pub fn all(&self) -> Vec<Arc<Ended>> {
+        self.rings().all.iter().rev().cloned().collect()
+    }
+
+    /// The last one with this id.
+    pub fn find(&self, id: &str) -> Option<Arc<Ended>> {
+        let rings = self.rings();
+        rings.all.iter().rev().chain(rings.failures.iter().rev()).find(|ended| &*ended.id == id).cloned()
+    }
+
     /// The last that got no whole answer, the latest first.
     pub fn failures(&self) -> Vec<Arc<Ended>> {
         self.rings().failures.iter().rev().cloned().collect()
@@ -171,6 +187,7 @@ mod tests {
         assert_eq!((&*all[REQUESTS - 1].model, &*all[0].model), ("model 0", "other"), "clients cannot make names grow");
         assert_eq!(recent.failures().iter().map(|failed| &*failed.id).collect::<Vec<_>>(), ["failed"]);
         assert_eq!(recent.since(start + Duration::from_secs(2)).len(), 0);
+        assert!(recent.find("failed").is_some() && recent.find("7").is_some() && recent.find("eight").is_none());
     }
 
     #[tokio::test(start_paused = true)]
