@@ -60,7 +60,15 @@ fn every_family_is_described_and_no_other() {
 #[test]
 fn alerts_and_runbook_name_what_there_is() {
     let described = described();
-    for file in ["examples/prometheus/alerts.yaml", "docs/runbook.md", "README.md", "docs/ranker.md", "docs/configuration.md"] {
+    for file in [
+        "examples/prometheus/alerts.yaml",
+        "examples/grafana/headway.json",
+        "docs/runbook.md",
+        "docs/admin.md",
+        "README.md",
+        "docs/ranker.md",
+        "docs/configuration.md",
+    ] {
         let named = named(&read(file));
         let unknown: Vec<&String> = named.difference(&described).collect();
         assert!(unknown.is_empty(), "{file} names {unknown:?}, which docs/metrics.md does not describe");
@@ -71,4 +79,52 @@ fn alerts_and_runbook_name_what_there_is() {
 fn every_alert_has_its_section_and_every_section_its_alert() {
     let sections: BTreeSet<String> = read("docs/runbook.md").lines().filter_map(|line| line.strip_prefix("## ")).map(str::to_owned).collect();
     assert_eq!(alerts(), sections, "alerts (left) and sections of docs/runbook.md (right)");
+}
+
+/// What a dashboard needs to be imported: every panel has a place and an id of its own, and every query something to ask of the chosen data source.
+#[cfg(feature = "gateway")]
+#[test]
+fn the_dashboard_is_whole() {
+    let dashboard: serde_json::Value = serde_json::from_str(&read("examples/grafana/headway.json")).expect("it is JSON");
+    let panels = dashboard["panels"].as_array().expect("it has panels");
+    let (mut ids, mut places, mut queries) = (BTreeSet::new(), BTreeSet::new(), 0);
+    for panel in panels {
+        let title = &panel["title"];
+        assert!(ids.insert(panel["id"].as_u64()), "{title}: its id is another's");
+        let [x, y, w, h] = ["x", "y", "w", "h"].map(|side| panel["gridPos"][side].as_u64().unwrap_or_else(|| panic!("{title}: no {side}")));
+        assert!(x + w <= 24, "{title}: wider than the page");
+        for cell in (x..x + w).flat_map(|x| (y..y + h).map(move |y| (x, y))) {
+            assert!(places.insert(cell), "{title}: over another panel");
+        }
+        for target in panel["targets"].as_array().into_iter().flatten() {
+            let query = target["expr"].as_str().unwrap_or_default();
+            assert!(query.contains("headway_") && query.matches('(').count() == query.matches(')').count(), "{title}: {query}");
+            assert_eq!(target["datasource"]["uid"], "${datasource}", "{title}");
+            queries += 1;
+        }
+    }
+    assert!(queries > panels.len(), "{queries}");
+    // Counters have a suffix in series that their family does not have in the table: one without it would show nothing.
+    let page = read("docs/metrics.md");
+    let kinds = page
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `headway_"))
+        .filter_map(|row| Some((row.split_once('`')?.0, row.split('|').nth(1)?.trim())));
+    let text = read("examples/grafana/headway.json");
+    for (name, kind) in kinds {
+        let ends: BTreeSet<&str> = text
+            .split(&format!("headway_{name}"))
+            .skip(1)
+            .map(|rest| rest.split(|c: char| !(c.is_ascii_lowercase() || c == '_')).next().unwrap_or(""))
+            .collect();
+        let wanted: &[&str] = match kind {
+            "counter" => &["_total"],
+            "histogram" => &["_bucket"],
+            _ => &[""],
+        };
+        // `headway_waiting` also begins the names of others.
+        let own = ends.into_iter().filter(|end| ["", "_total", "_bucket", "_sum", "_count"].contains(end));
+        let wrong: Vec<&str> = own.filter(|end| !wanted.contains(end)).collect();
+        assert!(wrong.is_empty(), "headway_{name} is a {kind}, and the dashboard asks for it with {wrong:?}");
+    }
 }
