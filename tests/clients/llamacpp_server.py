@@ -17,6 +17,8 @@ params.cont_batching = True
 params.endpoint_metrics = True
 params.endpoint_slots = True
 params.warmup = False
+# No prompt comes twice, so none is kept in host memory when its slot goes to another.
+params.cache_ram_mib = 0
 params.cpuparams.n_threads = 1
 params.cpuparams_batch.n_threads = 1
 server = xllamacpp.Server(params)
