@@ -42,6 +42,7 @@ fn policy(gamma: Gamma) -> Policy {
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(120),
         aging_share: 0.25,
+        lead: Lead::Auto,
         overload: false,
     };
     Policy::new(parts).expect("the parts are consistent")
@@ -108,6 +109,7 @@ impl Pool {
             max_output: None,
             attained: 0,
             weight: Weight::ONE,
+            share: Weight::ONE,
             expires: Time::from_micros(self.now + 1_000_000_000_000),
             bytes: 1000,
             unscored: false,

@@ -12,6 +12,7 @@ fn policy(order: Order, aging_share: f64) -> Policy {
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(100),
         aging_share,
+        lead: Lead::Auto,
         overload: true,
     };
     Policy::new(parts).unwrap()
@@ -106,6 +107,7 @@ fn request(id: u64) -> Request {
         max_output: Some(100),
         attained: 0,
         weight: Weight::ONE,
+        share: Weight::ONE,
         expires: Time::MAX,
         bytes: 1,
         unscored: false,
@@ -402,6 +404,33 @@ fn a_full_backend_tells_how_fast_it_is() {
     assert!((view.backends[1].speed.output * 2.0 / output - 1.0).abs() < 1e-9, "one of twice the weight is assumed to be twice as fast");
 }
 
+/// Outside of overload too, once speeds are known; but only where it is hopeless.
+#[test]
+fn what_cannot_be_started_in_time_is_refused_at_once() {
+    let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
+    pool.backend(0, slots(1));
+    let long = |id| Request { max_output: None, ..prompt(id, 1) };
+    pool.arrive(long(0));
+    (1..=20).for_each(|id| drop(pool.arrive(long(id))));
+    let soon = |pool: &Pool, seconds| pool.now.after(Duration::from_secs(seconds));
+    let early = Request { expires: soon(&pool, 1), ..long(100) };
+    assert_eq!(pool.rejected(Event::Arrived(early)), None, "nobody knows how fast the backend is");
+    for second in 1..20 {
+        pool.wait(1);
+        pool.released(Event::Progress(RequestId(0), second * 10));
+    }
+    // All of one size: half of them go before, at ten tokens a second.
+    let view = pool.scheduler.view();
+    assert!(view.mode == Mode::Normal && view.backends[0].speed_learnt && view.backlog > 300.0, "{view:?}");
+    let half = view.backlog as u64 / 2;
+    let within = |seconds, id| Event::Arrived(Request { expires: soon(&pool, seconds), ..long(id) });
+    let (hopeless, doubtful) = (within(half * 2 / 3 - 2, 101), within(half * 2 / 3 + 2, 102));
+    let (reason, retry_after) = pool.rejected(hopeless).unwrap();
+    assert_eq!(reason, Reason::Shed);
+    assert!((half / 3..half / 3 + 5).contains(&u64::from(retry_after)), "{retry_after} of {half}");
+    assert_eq!(pool.rejected(doubtful), None);
+}
+
 #[test]
 fn mean_work_is_that_of_the_requests_there_are() {
     let mut pool = Pool::new(policy(Order::Headway, 0.0), 1);
@@ -560,6 +589,7 @@ fn a_policy_without_overload_ends_it_at_once() {
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(100),
         aging_share: 0.25,
+        lead: Lead::Auto,
         overload: false,
     };
     pool.released(Event::PolicyChanged(Policy::new(calm).unwrap()));
@@ -617,4 +647,148 @@ fn a_backend_that_turns_out_too_small_loses_what_waits_for_it() {
     assert_eq!(pool.released(Event::Finished(RequestId(0), Ending::Refused)), [], "it idles rather than takes what it cannot hold");
     assert_eq!(pool.arrive(prompt(2, 50)), [(2, 0)]);
     assert_eq!(pool.backend(1, BackendState { context_tokens: Some(1000), ..slots(1) }), [(1, 1)]);
+}
+
+fn of_tenant(tenant: u32, request: Request) -> Request {
+    Request { tenant: Some(TenantId(tenant)), ..request }
+}
+
+/// By arrival, so that only shares put anybody ahead.
+fn sharing(lead: Lead) -> Policy {
+    let parts = PolicyParts {
+        order: Order::Fcfs,
+        gamma: Gamma::Fixed(0.1),
+        max_overtake: MaxOvertake::Auto,
+        aging_threshold: Duration::from_secs(100),
+        aging_share: 0.25,
+        lead,
+        overload: false,
+    };
+    Policy::new(parts).unwrap()
+}
+
+/// A request runs and a flood of tenant 0 waits, two seconds of work each; tenant 1 sends one. How many of tenant 0 go first?
+fn ahead_of_a_single_request(policy: Policy, flood: u64, waited: u64) -> usize {
+    let mut pool = Pool::busy(policy);
+    // Without a look at all invariants each time.
+    (1..=flood).for_each(|id| pool.scheduler.handle(pool.now, Event::Arrived(of_tenant(0, heavy(id))), &mut Vec::new()));
+    pool.now = pool.now.after(Duration::from_secs(waited));
+    pool.arrive(of_tenant(1, heavy(flood + 1)));
+    let mut running = 0;
+    for ahead in 0.. {
+        let released = pool.released(Event::Finished(RequestId(running), Ending::Completed { output: 1, prompt: None }));
+        running = released[0].0;
+        if running == flood + 1 {
+            return ahead;
+        }
+    }
+    unreachable!("a range without an end")
+}
+
+#[test]
+fn a_flood_delays_another_tenant_by_the_lead_at_most() {
+    let seconds = |seconds| Lead::Within(Duration::from_secs(seconds));
+    assert_eq!(ahead_of_a_single_request(sharing(seconds(0)), 9_999, 0), 1, "they have had the same");
+    // Two seconds each, until the first that is ahead by more than eleven.
+    assert_eq!(ahead_of_a_single_request(sharing(seconds(11)), 9_999, 0), 6);
+    // Where the flood has aged, age gives it at most its share beside that.
+    assert!(ahead_of_a_single_request(sharing(seconds(11)), 9_999, 200) <= 6 * 4 / 3);
+    assert_eq!(ahead_of_a_single_request(sharing(Lead::Unlimited), 500, 0), 500);
+    // By default it is four mean works, and those are what the pool has seen.
+    let ahead = ahead_of_a_single_request(sharing(Lead::Auto), 9_999, 1);
+    assert!((3..=6).contains(&ahead), "{ahead}");
+}
+
+/// How many are released of each tenant, one after another, and who runs then. Requests of tenant 1 have numbers from 1000 on; `output` is what an answer turns out to
+/// have.
+fn served(pool: &mut Pool, mut running: u64, releases: usize, output: impl Fn(usize) -> Tokens) -> ([usize; 2], u64) {
+    let tenant = |id| usize::from(id >= 1000);
+    let mut counts = [0; 2];
+    for _ in 0..releases {
+        let ending = Ending::Completed { output: output(tenant(running)), prompt: None };
+        running = pool.released(Event::Finished(RequestId(running), ending))[0].0;
+        counts[tenant(running)] += 1;
+    }
+    (counts, running)
+}
+
+#[test]
+fn whoever_has_three_times_the_weight_gets_three_times_the_work() {
+    let mut pool = Pool::busy(sharing(Lead::Within(Duration::ZERO)));
+    for id in 1..400 {
+        pool.arrive(of_tenant(0, request(id)));
+        pool.arrive(of_tenant(1, Request { share: Weight::new(3.0).unwrap(), ..request(1000 + id) }));
+    }
+    let ([one, three], _) = served(&mut pool, 0, 400, |_| 100);
+    assert!((99..=101).contains(&one), "{one} and {three}");
+}
+
+#[test]
+fn what_answers_turn_out_to_be_is_what_counts() {
+    let mut pool = Pool::busy(sharing(Lead::Within(Duration::ZERO)));
+    for id in 1..400 {
+        let long = |id| Request { max_output: Some(1000), ..prompt(id, 1) };
+        pool.arrive(of_tenant(0, long(id)));
+        pool.arrive(of_tenant(1, long(1000 + id)));
+    }
+    // They look the same, but those of tenant 1 run four times as long.
+    let ([short, long], _) = served(&mut pool, 0, 300, |tenant| if tenant == 0 { 100 } else { 400 });
+    assert!((55..=65).contains(&long), "{short} and {long}");
+}
+
+#[test]
+fn time_without_requests_is_no_store_of_service() {
+    let mut pool = Pool::busy(sharing(Lead::Within(Duration::ZERO)));
+    // Tenant 1 is known and stays away while tenant 0 is served.
+    pool.arrive(of_tenant(1, request(1000)));
+    (1..400).for_each(|id| drop(pool.arrive(of_tenant(0, request(id)))));
+    let (counts, running) = served(&mut pool, 0, 200, |_| 100);
+    assert_eq!(counts[1], 1);
+    (1001..1400).for_each(|id| drop(pool.arrive(of_tenant(1, request(id)))));
+    let ([one, other], _) = served(&mut pool, running, 100, |_| 100);
+    assert!((49..=51).contains(&other), "{one} and {other}");
+}
+
+#[test]
+fn a_flood_leaves_a_tenth_of_the_queue_to_others() {
+    let (requests, bytes) = ((100, 1 << 20), (100_000, 1000));
+    for (queue_requests, queue_bytes) in [requests, bytes] {
+        let mut pool = Pool::busy(sharing(Lead::Auto));
+        pool.actions(Event::LimitsChanged(Limits { queue_requests, queue_bytes, max_output: 4096 }));
+        let sized = |tenant, id| Request { bytes: 10, ..of_tenant(tenant, request(id)) };
+        assert!((1..=90).all(|id| pool.rejected(Event::Arrived(sized(0, id))).is_none()));
+        assert_eq!(pool.rejected(Event::Arrived(sized(0, 91))).unwrap().0, Reason::QueueShare);
+        assert!((101..=109).all(|id| pool.rejected(Event::Arrived(sized(1, id))).is_none()));
+        // Whoever belongs to nobody has the pool's limits and no others.
+        assert_eq!(pool.rejected(Event::Arrived(Request { bytes: 10, ..request(200) })), None);
+        let full = if queue_requests == 100 { Reason::QueueFull } else { Reason::QueueBytes };
+        assert_eq!(pool.rejected(Event::Arrived(Request { bytes: 10, ..request(201) })).unwrap().0, full);
+    }
+}
+
+/// Who comes while a request runs that turns out shorter than expected does not stand back for the difference.
+#[test]
+fn what_was_expected_too_much_is_nobodys_lead() {
+    let mut pool = Pool::new(sharing(Lead::Within(Duration::ZERO)), 1);
+    pool.backend(0, slots(1));
+    let long = |id| Request { max_output: None, ..prompt(id, 1) };
+    (0..20).for_each(|id| drop(pool.arrive(of_tenant(0, long(id)))));
+    pool.arrive(of_tenant(1, long(1000)));
+    let ending = |id| Event::Finished(RequestId(id), Ending::Completed { output: 1, prompt: None });
+    assert_eq!(pool.released(ending(0)), [(1, 0)], "both have had the same");
+    assert_eq!(pool.released(ending(1)), [(1000, 0)]);
+}
+
+/// In overload whoever would wait beyond the deadline is turned away, and a flood is not everybody's wait.
+#[test]
+fn a_flood_is_turned_away_and_not_whoever_it_would_delay() {
+    let mut pool = Pool::busy(policy(Order::Headway, 0.25));
+    for id in 1..60 {
+        pool.wait(1);
+        pool.arrive(of_tenant(0, heavy(id)));
+    }
+    assert_eq!(pool.scheduler.view().mode, Mode::Overload);
+    let soon = pool.now.after(Duration::from_secs(20));
+    assert_eq!(pool.rejected(Event::Arrived(Request { expires: soon, ..of_tenant(0, heavy(1000)) })).unwrap().0, Reason::Shed);
+    assert_eq!(pool.rejected(Event::Arrived(Request { expires: soon, ..of_tenant(1, heavy(1001)) })), None);
 }

@@ -14,12 +14,17 @@ fn cases(normal: u32) -> ProptestConfig {
 }
 
 fn policy(order: Order, gamma: Gamma, aging: (u64, f64)) -> Policy {
+    sharing(order, gamma, aging, Lead::Auto)
+}
+
+fn sharing(order: Order, gamma: Gamma, aging: (u64, f64), lead: Lead) -> Policy {
     let parts = PolicyParts {
         order,
         gamma,
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(aging.0),
         aging_share: aging.1,
+        lead,
         overload: true,
     };
     Policy::new(parts).unwrap()
@@ -136,7 +141,8 @@ fn any_policy() -> impl Strategy<Value = Policy> {
         (0.001f64..10.0).prop_map(Gamma::Fixed),
     ];
     let share = prop::sample::select(vec![0.0, 0.1, 0.25, 0.5, 0.75, 1.0]);
-    (order, gamma, 1u64..60, share).prop_map(|(order, gamma, threshold, share)| policy(order, gamma, (threshold, share)))
+    let lead = prop::sample::select(vec![Lead::Auto, Lead::Within(Duration::ZERO), Lead::Within(Duration::from_secs(5)), Lead::Unlimited]);
+    (order, gamma, 1u64..60, share, lead).prop_map(|(order, gamma, threshold, share, lead)| sharing(order, gamma, (threshold, share), lead))
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -289,11 +295,12 @@ impl World {
             max_output: arrive.max_output,
             attained: arrive.attained,
             weight: Weight::new(arrive.weight).unwrap(),
+            share: Weight::ONE,
             expires: Time::from_micros(self.now + arrive.patience * 1_000_000),
             bytes: arrive.bytes,
             unscored: arrive.unscored,
             excluded: arrive.excluded.clone(),
-            tenant: Some(TenantId(arrive.version)),
+            tenant: (arrive.bytes % 5).checked_sub(1).map(TenantId),
             prefix: arrive.prefix.map(|hash| Prefix { hash, tokens: arrive.prompt / 2 }),
             oracle_output: None,
         }
@@ -369,7 +376,9 @@ impl World {
             let Some(released) = homes.get(request).filter(|_| !(facts.aged || facts.stolen && sizes_matter)) else { continue };
             for (id, left) in homes {
                 let may_be_stolen = !facts.stolen || self.requests[id].excluded.is_empty();
-                if left.backend == released.backend && may_be_stolen && self.scheduler.explain(*id).is_some() {
+                // Between tenants shares decide.
+                let same_tenant = self.requests[id].tenant == self.requests[request].tenant;
+                if left.backend == released.backend && same_tenant && may_be_stolen && self.scheduler.explain(*id).is_some() {
                     assert!((released.phi, released.sequence) < (left.phi, left.sequence), "{request:?} went before {id:?}");
                 }
             }
@@ -507,7 +516,8 @@ fn single(policy: Policy, slots: u32) -> World {
 fn naive_policy() -> impl Strategy<Value = Policy> {
     let order = prop::sample::select(vec![Order::Fcfs, Order::Headway, Order::Uniboost]);
     let gamma = prop_oneof![Just(Gamma::Adaptive), (0.001f64..5.0).prop_map(Gamma::Fixed)];
-    (order, gamma).prop_map(|(order, gamma)| policy(order, gamma, (1000, 0.0)))
+    let lead = prop::sample::select(vec![Lead::Within(Duration::ZERO), Lead::Within(Duration::ZERO), Lead::Unlimited]);
+    (order, gamma, lead).prop_map(|(order, gamma, lead)| sharing(order, gamma, (1000, 0.0), lead))
 }
 
 /// Steps that leave backends and limits alone, with requests that may go anywhere.
@@ -525,22 +535,73 @@ fn plain_steps(len: usize) -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..len)
 }
 
-/// The naive scheduler of property 10: everything that waits in one Vec, sorted anew whenever somebody may go. Keys are computed from the formulas each time.
+/// The naive scheduler of property 10: everything that waits in one Vec, and whenever somebody may go, the smallest key of those whose tenants are not ahead. Keys are
+/// computed from the formulas each time.
 #[derive(Default)]
 struct Naive {
     waiting: Vec<Request>,
-    running: usize,
+    running: BTreeMap<RequestId, Ran>,
+    /// What each tenant has had, in nanoseconds of the backend.
+    served: BTreeMap<Option<TenantId>, u64>,
+    floor: u64,
+    /// Whether tenants have shares.
+    shares: bool,
+}
+
+struct Ran {
+    tenant: Option<TenantId>,
+    prompt: Tokens,
+    expected: Tokens,
+    produced: Tokens,
 }
 
 impl Naive {
-    fn release(&mut self, slots: usize, key: impl Fn(&Request) -> i64) -> Vec<RequestId> {
+    fn least(&self) -> Option<u64> {
+        self.waiting.iter().map(|request| self.served[&request.tenant]).min()
+    }
+
+    /// Whose tenant waits already goes on from what it has had; whoever comes back starts with those that had least.
+    fn arrived(&mut self, request: Request) {
+        if !self.waiting.iter().any(|other| other.tenant == request.tenant) {
+            let served = self.served.get(&request.tenant).copied().unwrap_or(0).max(self.floor).max(self.least().unwrap_or(0));
+            self.served.insert(request.tenant, served);
+            self.floor = self.floor.max(self.least().unwrap_or(served));
+        }
+        self.waiting.push(request);
+    }
+
+    fn release(&mut self, slots: usize, speed: Speed, key: impl Fn(&Request) -> i64, ran: impl Fn(&Request) -> Ran) -> Vec<RequestId> {
         let mut released = Vec::new();
-        self.waiting.sort_by_key(|request| (key(request), request.id));
-        while self.running < slots && !self.waiting.is_empty() {
-            released.push(self.waiting.remove(0).id);
-            self.running += 1;
+        while let Some(least) = self.least().filter(|_| self.running.len() < slots) {
+            let not_ahead = (0..self.waiting.len()).filter(|&index| !self.shares || self.served[&self.waiting[index].tenant] <= least);
+            let next = not_ahead.min_by_key(|&index| (key(&self.waiting[index]), self.waiting[index].id)).unwrap();
+            let request = self.waiting.remove(next);
+            let ran = ran(&request);
+            *self.served.get_mut(&request.tenant).unwrap() += nanos(speed.seconds(u64::from(ran.prompt), u64::from(ran.expected)));
+            self.running.insert(request.id, ran);
+            released.push(request.id);
         }
         released
+    }
+
+    /// What it took counts instead of what was expected; what the backend refused took nothing.
+    fn finished(&mut self, id: RequestId, ending: Ending, speed: Speed) {
+        let Ran { tenant, prompt, expected, produced } = self.running.remove(&id).unwrap();
+        let served = self.served.get_mut(&tenant).unwrap();
+        let work = |output: Tokens| nanos(speed.seconds(u64::from(prompt), u64::from(output)));
+        let actual = if ending == Ending::Refused { 0 } else { work(produced) };
+        *served = (*served + actual).saturating_sub(work(expected)).max(self.floor);
+    }
+}
+
+fn nanos(seconds: f64) -> u64 {
+    (seconds * 1e9) as u64
+}
+
+fn output_of(ending: Ending) -> Tokens {
+    match ending {
+        Ending::Completed { output, .. } | Ending::Truncated { output, .. } | Ending::Cancelled { output } | Ending::Failed { output } => output,
+        Ending::Pushback | Ending::Refused | Ending::Uncounted => 0,
     }
 }
 
@@ -550,17 +611,20 @@ proptest! {
     /// Property 10, second half, and 4, across changes of policy: the same releases as a scheduler of twenty lines.
     #[test]
     fn releases_what_a_naive_scheduler_releases(first in naive_policy(), slots in 1usize..4, steps in plain_steps(150)) {
+        let mut naive = Naive { shares: first.lead() != Lead::Unlimited, ..Naive::default() };
         let mut world = single(first, slots as u32);
-        let mut naive = Naive::default();
         for step in &steps {
-            let (logged, known, running) = (world.log.len(), world.requests.len(), world.running.len());
+            let (logged, known) = (world.log.len(), world.requests.len());
             let advance = matches!(step, Step::Advance(_));
+            let running: BTreeSet<RequestId> = world.running.keys().copied().collect();
+            let output = match step {
+                Step::Progress(pick, output) => nth(&running, *pick).map(|id| (id, *output)),
+                Step::Finish(pick, ending) => nth(&running, *pick).map(|id| (id, output_of(*ending))),
+                _ => None,
+            };
             world.step(step);
-            if world.requests.len() > known {
-                naive.waiting.push(world.requests.values().next_back().unwrap().clone());
-            }
-            if let Step::Finish(..) = step {
-                naive.running -= running.min(1);
+            if let Step::Policy(policy) = step {
+                naive.shares = policy.lead() != Lead::Unlimited;
             }
             let actions = &world.log[logged..];
             let facts: BTreeMap<RequestId, Tokens> = actions.iter().filter_map(|action| match action {
@@ -568,7 +632,11 @@ proptest! {
                 Action::Reject { .. } => None,
             }).collect();
             let released: Vec<RequestId> = facts_in_order(actions);
-            naive.waiting.retain(|request| world.waiting.contains(&request.id) || facts.contains_key(&request.id));
+            let accepted = |request: &Request| world.waiting.contains(&request.id) || facts.contains_key(&request.id);
+            naive.waiting.retain(accepted);
+            if let Some(request) = world.requests.values().next_back().filter(|request| world.requests.len() > known && accepted(request)) {
+                naive.arrived(request.clone());
+            }
 
             let view = world.scheduler.view();
             let order = view.order;
@@ -586,10 +654,21 @@ proptest! {
                     _ => boost.boosted_arrival(request.arrived, work, request.weight),
                 }
             };
+            let service = |request: &Request| {
+                let output = facts.get(&request.id).copied().unwrap_or(0);
+                Ran { tenant: request.tenant, prompt: request.prompt_tokens, expected: output, produced: 0 }
+            };
+            if let Some((id, output)) = output {
+                let ran = naive.running.get_mut(&id).unwrap();
+                ran.produced = ran.produced.max(output);
+            }
+            if let (Step::Finish(_, ending), Some((id, _))) = (step, output) {
+                naive.finished(id, *ending, view.speed);
+            }
             // While time passes requests also expire, one tick after another; who is left is compared, and nobody is released.
             prop_assert!(!advance || released.is_empty());
-            prop_assert_eq!(naive.release(slots, key), released);
-            prop_assert_eq!(naive.running, world.running.len());
+            prop_assert_eq!(naive.release(slots, view.speed, key, service), released);
+            prop_assert_eq!(naive.running.len(), world.running.len());
         }
     }
 }
@@ -678,6 +757,7 @@ proptest! {
             max_overtake: if promised.is_some() { MaxOvertake::Within(Duration::from_secs_f64(seconds)) } else { MaxOvertake::Auto },
             aging_threshold: Duration::from_secs(100_000),
             aging_share: 0.0,
+            lead: Lead::Auto,
             overload: false,
         }).unwrap();
         let bound = (seconds * 1e6) as u64;

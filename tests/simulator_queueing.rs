@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use headway::engine::{Profile, Timing};
-use headway::scheduler::{Boost, Gamma, Limits, MaxOvertake, Order, Policy, PolicyParts, Slots, Time, Weight};
+use headway::scheduler::{Boost, Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyParts, Slots, Time, Weight};
 use headway::simulator::{Arrivals, Dispatch, Length, Member, Part, Run, Setup, Workload, run};
 
 /// Seconds of one iteration, that is of one token.
@@ -27,6 +27,7 @@ fn boosting(order: Order, gamma: Gamma) -> Dispatch {
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(1_000_000),
         aging_share: 0.0,
+        lead: Lead::Auto,
         overload: false,
     };
     let limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, max_output: 1_000_000 };

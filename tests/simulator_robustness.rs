@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use headway::engine::Profile;
-use headway::scheduler::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyParts, Score, Target, Time};
+use headway::scheduler::{Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyParts, Score, Target, Time};
 use headway::simulator::{Arrivals, Dispatch, Fault, Figures, Length, Member, Part, Plan, Scores, Setup, Tells, Workload, capacity, run};
 
 /// The longest answer, in tokens.
@@ -30,6 +30,7 @@ fn gateway(order: Order, target: Target) -> Dispatch {
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(120),
         aging_share: 0.1,
+        lead: Lead::Auto,
         overload: true,
     };
     let limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, max_output: 32_768 };

@@ -18,7 +18,7 @@ use super::view;
 use crate::config::{self, NamedPolicy};
 use crate::engine::{BLOCK_TOKENS, Profile};
 use crate::gateway::{Gateway, Live, PoolRuntime};
-use crate::scheduler::{Gamma, MaxOvertake, ModelId, Order, Policy, PolicyParts, Score, Slots, Standing, TenantId, Weight};
+use crate::scheduler::{Gamma, Lead, MaxOvertake, ModelId, Order, Policy, PolicyParts, Score, Slots, Standing, TenantId, Weight};
 use crate::simulator::{Answer, Dispatch, End, Job, Member, Run, Setup, Summary, Workload, run};
 use crate::telemetry::Ended;
 
@@ -235,14 +235,14 @@ fn jobs(live: &Live, ended: &[Arc<Ended>]) -> (Vec<Job>, usize) {
             let next = tenants.len() as u32;
             *tenants.entry(name).or_insert(next)
         });
-        let weight = live.tenancy.iter().flat_map(|tenancy| tenancy.tenants()).find(|tenant| Some(tenant.name()) == each.tenant.as_deref());
+        let share = live.tenancy.iter().flat_map(|tenancy| tenancy.tenants()).find(|tenant| Some(tenant.name()) == each.tenant.as_deref());
         let output = if known { each.output_tokens } else { mean_output };
         Job {
             after: each.arrived().saturating_duration_since(start),
             score: each.score.and_then(Score::new),
             // Who left without an answer would leave again.
             patience: (each.reason == "client_left" && each.output_tokens == 0).then_some(each.total),
-            weight: weight.map_or(Weight::ONE, |tenant| tenant.settings().weight),
+            share: share.map_or(Weight::ONE, |tenant| tenant.settings().weight),
             model: ModelId(model),
             tenant: tenant.map(TenantId),
             ..Job::new(each.prompt_tokens.unwrap_or(mean_prompt), if each.scoring.is_none() { 0 } else { output })
@@ -268,6 +268,7 @@ fn contender(name: &str, settings: &config::Pool) -> Result<Contender, WhatIfErr
                 max_overtake: MaxOvertake::Auto,
                 aging_threshold: Duration::from_secs(120),
                 aging_share: 0.0,
+                lead: Lead::Auto,
                 overload: false,
             };
             Policy::new(parts).map(gateway).map_err(|error| WhatIfError::Simulation(error.to_string()))

@@ -11,7 +11,7 @@ use super::snapshot::{TenantLimits, TenantSettings};
 use super::text::{FromText, Mistake};
 use super::validate::{Checker, Environment, Place, is_label};
 use crate::scheduler::Weight;
-use crate::tenancy::KeyHash;
+use crate::tenancy::{KeyHash, Priority};
 
 /// The largest limit that can be asked for.
 const MOST: u64 = 1_000_000_000_000;
@@ -74,7 +74,8 @@ impl Reader<'_> {
             self.checker.problem(raw.keys.referenced, &keys_place, mistake);
         }
         let keys = raw.keys.value.iter().enumerate().filter_map(|(index, leaf)| self.key(leaf, &keys_place.index(index))).collect();
-        Some(TenantSettings { name: name?, weight, models, limits, keys })
+        let max_priority = self.checker.optional(raw.max_priority.as_ref(), &place.key("max_priority"), Priority::High);
+        Some(TenantSettings { name: name?, weight, max_priority, models, limits, keys })
     }
 
     fn key(&mut self, leaf: &Leaf<String>, place: &Place) -> Option<KeyHash> {

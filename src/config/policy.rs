@@ -10,7 +10,7 @@ use super::raw;
 use super::snapshot::NamedPolicy;
 use super::text::{FromText, Mistake};
 use super::validate::{Checker, Place};
-use crate::scheduler::{Gamma, MaxOvertake, Order, Policy, PolicyParts};
+use crate::scheduler::{Gamma, Lead, MaxOvertake, Order, Policy, PolicyParts};
 
 /// The files of policies/, which can be named without a path.
 const BUILT_IN: [(&str, &str); 4] = [
@@ -136,6 +136,14 @@ fn build(name: &str, file: &Path, text: &str) -> Result<NamedPolicy, ConfigError
             _ => Duration::from_text(text).map(MaxOvertake::Within),
         }),
     };
+    let lead = match &raw.tenant_lead {
+        None => Some(Lead::Auto),
+        Some(leaf) => checker.read_text(&leaf.text, &root.key("tenant_lead"), |text| match text {
+            "auto" => Ok(Lead::Auto),
+            "unlimited" => Ok(Lead::Unlimited),
+            _ => Duration::from_text(text).map(Lead::Within),
+        }),
+    };
     let aging = root.key("aging");
     let (threshold, share) = raw.aging.as_ref().map_or((None, None), |aging| (aging.threshold.as_ref(), aging.share.as_ref()));
     let aging_threshold = checker.duration(threshold, &aging.key("threshold"), Duration::from_secs(120));
@@ -143,9 +151,11 @@ fn build(name: &str, file: &Path, text: &str) -> Result<NamedPolicy, ConfigError
     let overload = checker.optional(raw.overload.as_ref(), &root.key("overload"), true);
     checker.finish()?;
 
-    // The checker has no problems, so both are there.
-    let (Some(order), Some(gamma), Some(max_overtake)) = (order, gamma, max_overtake) else { unreachable!("a value without a problem was read") };
-    let parts = PolicyParts { order, gamma, max_overtake, aging_threshold, aging_share, overload };
+    // The checker has no problems, so all are there.
+    let (Some(order), Some(gamma), Some(max_overtake), Some(lead)) = (order, gamma, max_overtake, lead) else {
+        unreachable!("a value without a problem was read")
+    };
+    let parts = PolicyParts { order, gamma, max_overtake, aging_threshold, aging_share, lead, overload };
     let policy = Policy::new(parts).map_err(|error| Problem {
         file: file.to_owned(),
         position: Some((raw.order.text.referenced.line(), 1)),

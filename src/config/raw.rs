@@ -17,6 +17,7 @@ use super::snapshot::{BackendUrl, Device};
 use super::text::{Bytes, Endpoint};
 use crate::fleet::EngineKind;
 use crate::scheduler::{Order, Target, Weight};
+use crate::tenancy::Priority;
 
 /// The configuration file.
 #[derive(Deserialize)]
@@ -94,6 +95,7 @@ pub(super) struct KeysFile {
 pub(super) struct Tenant {
     pub name: Leaf<String>,
     pub weight: Option<Leaf<Weight>>,
+    pub max_priority: Option<Leaf<Priority>>,
     pub models: Option<Spanned<Vec<Leaf<String>>>>,
     pub limits: Option<TenantLimits>,
     pub keys: Spanned<Vec<Leaf<String>>>,
@@ -212,6 +214,7 @@ pub(super) struct Policy {
     pub order: Leaf<Order>,
     pub gamma: Option<TextOr<Gamma>>,
     pub max_overtake: Option<Leaf<String>>,
+    pub tenant_lead: Option<Leaf<String>>,
     pub aging: Option<Aging>,
     pub overload: Option<Leaf<bool>>,
 }

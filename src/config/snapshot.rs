@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::fleet::EngineKind;
 use crate::scheduler::{Limits, Policy, Slots, Weight};
-use crate::tenancy::KeyHash;
+use crate::tenancy::{KeyHash, Priority};
 
 /// One validated configuration. Built by [`super::load`], never changed.
 #[derive(Clone, Debug)]
@@ -116,8 +116,10 @@ pub struct Otlp {
 pub struct TenantSettings {
     /// A metric label, and the tenant's identity across reloads.
     pub name: String,
-    /// Its share relative to others: how far ahead its requests are ordered.
+    /// Its share of a pool relative to other tenants that wait.
     pub weight: Weight,
+    /// The most urgent that its requests may be.
+    pub max_priority: Priority,
     /// Names that it may ask for; `None`: all.
     pub models: Option<BTreeSet<String>>,
     pub limits: TenantLimits,

@@ -9,6 +9,7 @@ use super::near::near;
 use super::snapshot::{BackendUrl, Device};
 use crate::fleet::EngineKind;
 use crate::scheduler::{Order, Target, Weight};
+use crate::tenancy::Priority;
 
 /// What is wrong with one value, and what to write instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -85,6 +86,12 @@ impl FromText for Weight {
             return Err(Mistake::new(format!("{number} is out of range"), "write a share between 0.001 and 1000; 1 is normal"));
         }
         Weight::new(number).ok_or_else(|| Mistake::new("is not a share", "1 is normal"))
+    }
+}
+
+impl FromText for Priority {
+    fn from_text(text: &str) -> Result<Self, Mistake> {
+        Priority::named(text).ok_or_else(|| Mistake::new(format!("{text:?} is no priority"), "write low, normal or high"))
     }
 }
 

@@ -58,8 +58,10 @@ pub struct Arrival {
     pub attained: Tokens,
     /// Whose it is, where that is known.
     pub tenant: Option<TenantId>,
-    /// Share relative to others.
+    /// How much ahead of others it goes.
     pub weight: Weight,
+    /// Its tenant's share of the pool.
+    pub share: Weight,
     /// When waiting becomes pointless.
     pub expires: Time,
     /// Bytes of the body that waits with it.
@@ -173,6 +175,7 @@ impl Dispatcher {
             max_output: arrival.max_output,
             attained: arrival.attained,
             weight: arrival.weight,
+            share: arrival.share,
             expires: arrival.expires,
             bytes: arrival.bytes,
             unscored: arrival.unscored,

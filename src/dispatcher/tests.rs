@@ -6,7 +6,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use super::*;
-use crate::scheduler::{Ending, Gamma, MaxOvertake, Order, PolicyParts, Slots, Standing};
+use crate::scheduler::{Ending, Gamma, Lead, MaxOvertake, Order, PolicyParts, Slots, Standing};
 
 fn settings() -> Settings {
     let policy = Policy::new(PolicyParts {
@@ -15,6 +15,7 @@ fn settings() -> Settings {
         max_overtake: MaxOvertake::Auto,
         aging_threshold: Duration::from_secs(120),
         aging_share: 0.25,
+        lead: Lead::Auto,
         overload: false,
     })
     .unwrap();
@@ -35,6 +36,7 @@ fn arrival(pool: &Dispatcher) -> Arrival {
         attained: 0,
         tenant: None,
         weight: Weight::ONE,
+        share: Weight::ONE,
         expires: pool.now().after(Duration::from_secs(60)),
         bytes: 1000,
         unscored: false,

@@ -9,12 +9,16 @@ use http::header::{
 use http::request::Parts;
 
 use crate::telemetry::random;
-use crate::tenancy::API_KEYS;
+use crate::tenancy::{API_KEYS, Priority};
 
 /// Names a request end to end.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// How long, in seconds, its client waits for a request as a whole.
 pub const REQUEST_TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
+/// In how many milliseconds its client wants the first token.
+pub const SLO_TTFT: HeaderName = HeaderName::from_static("x-slo-ttft-ms");
+/// How urgent it is.
+pub const PRIORITY: HeaderName = HeaderName::from_static("x-headway-priority");
 /// Makes llama.cpp go on with a request whose client has left.
 pub const CONVERSATION_ID: HeaderName = HeaderName::from_static("x-conversation-id");
 
@@ -84,6 +88,28 @@ pub fn request_timeout(headers: &HeaderMap) -> Result<Option<Duration>, BadHeade
         Some(Err(_)) => Ok(None),
         None => Err(BadHeader { name: REQUEST_TIMEOUT, expected: "a number of seconds above zero, such as 30 or 2.5" }),
     }
+}
+
+/// When the first token should be there, counted from the request, where the client says so. llm-d's name for it.
+///
+/// # Errors
+/// The header says no number of milliseconds that is a time.
+pub fn first_token_within(headers: &HeaderMap) -> Result<Option<Duration>, BadHeader> {
+    let Some(value) = headers.get(SLO_TTFT) else { return Ok(None) };
+    let millis = value.to_str().ok().and_then(|text| text.trim().parse::<u64>().ok()).filter(|millis| *millis > 0);
+    millis
+        .map(|millis| Some(Duration::from_millis(millis)))
+        .ok_or(BadHeader { name: SLO_TTFT, expected: "a whole number of milliseconds above zero, such as 500" })
+}
+
+/// How urgent the client says its request is.
+///
+/// # Errors
+/// The header names no priority.
+pub fn priority(headers: &HeaderMap) -> Result<Option<Priority>, BadHeader> {
+    let Some(value) = headers.get(PRIORITY) else { return Ok(None) };
+    let priority = value.to_str().ok().and_then(|text| Priority::named(text.trim()));
+    priority.map(Some).ok_or(BadHeader { name: PRIORITY, expected: "low, normal or high" })
 }
 
 /// A header that cannot be read. Its text is for the client.
@@ -166,6 +192,18 @@ mod tests {
         for wrong in ["", "0", "-1", "soon", "30s", "NaN"] {
             assert!(timeout(wrong).unwrap_err().to_string().contains("`x-request-timeout` must be a number of seconds"), "{wrong}");
         }
+    }
+
+    #[test]
+    fn an_objective_is_milliseconds_and_a_priority_a_name() {
+        let within = |value| first_token_within(&map(&[("x-slo-ttft-ms", value)]));
+        assert_eq!((first_token_within(&map(&[])).unwrap(), within(" 250 ").unwrap()), (None, Some(Duration::from_millis(250))));
+        for wrong in ["", "0", "-1", "2.5", "1s"] {
+            assert!(within(wrong).unwrap_err().to_string().contains("`x-slo-ttft-ms` must be a whole number of milliseconds"), "{wrong}");
+        }
+        let named = |value| priority(&map(&[("x-headway-priority", value)]));
+        assert_eq!((priority(&map(&[])).unwrap(), named("high").unwrap()), (None, Some(Priority::High)));
+        assert!(named("urgent").unwrap_err().to_string().contains("`x-headway-priority` must be low, normal or high"));
     }
 
     #[test]

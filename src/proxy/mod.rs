@@ -50,6 +50,7 @@ use crate::gateway::{Gateway, Live, Routed, Target};
 use crate::ranker::Opinion;
 use crate::scheduler::{BackendId, Ending, Facts, Reason, Scored, Time, Tokens, Weight};
 use crate::telemetry::Stage;
+use crate::tenancy::Priority;
 
 /// Bodies longer than this are parsed apart from the threads that serve connections.
 const PARSED_APART: usize = 256 << 10;
@@ -102,6 +103,9 @@ struct Outgoing {
     excluded: Vec<BackendId>,
     /// What was answered already, where this is for the rest of it.
     begun: Option<Begun>,
+    /// When it is over unless it has begun to be answered.
+    start_by: Instant,
+    priority: Priority,
 }
 
 impl Handler for Proxy {
@@ -200,6 +204,8 @@ impl Proxy {
             account.is_written_down(log);
         }
         let patience = headers::request_timeout(&head.headers)?;
+        let objective = headers::first_token_within(&head.headers)?;
+        let priority = headers::priority(&head.headers)?;
 
         let held = match body {
             Some(incoming) => body::read(incoming, &live.snapshot.edge, &self.bodies).await?,
@@ -222,6 +228,9 @@ impl Proxy {
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
         let total = patience.map_or(routed.settings.timeouts.total, |patience| patience.min(routed.settings.timeouts.total));
         let deadline = after(account.started(), total);
+        // Once its first token cannot come in time, waiting has no point any more.
+        let start_by = objective.map_or(deadline, |objective| deadline.min(after(account.started(), objective)));
+        let priority = priority.or(prompt.priority).unwrap_or_default().min(tenant.map_or(Priority::High, |tenant| tenant.settings().max_priority));
         let mut outgoing = Outgoing {
             head,
             api,
@@ -236,6 +245,8 @@ impl Proxy {
             retries: routed.settings.retries,
             excluded: Vec::new(),
             begun: None,
+            start_by,
+            priority,
         };
         let mut ended = outgoing.run(&routed, account).await;
         let model = account.model().to_owned();
@@ -314,7 +325,8 @@ impl Outgoing {
         account.enters(Stage::Queue);
         let asked = Instant::now();
         // What an attempt took before it failed was no wait in the queue.
-        let until = routed.settings.timeouts.queue.saturating_sub(account.queued()).min(self.deadline.saturating_duration_since(asked));
+        let ends = if self.begun.is_some() { self.deadline } else { self.start_by };
+        let until = routed.settings.timeouts.queue.saturating_sub(account.queued()).min(ends.saturating_duration_since(asked));
         // What was answered already is prompt to the next backend, and work that was done.
         let told = self.begun.as_ref().map_or(0, |begun| begun.told);
         let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
@@ -325,7 +337,8 @@ impl Outgoing {
             max_output: self.begun.as_ref().map_or(self.prompt.max_output, |begun| begun.places.left()),
             attained: told,
             tenant: account.tenant().map(|tenant| tenant.id()),
-            weight: account.tenant().map_or(Weight::ONE, |tenant| tenant.settings().weight),
+            weight: self.priority.weight(),
+            share: account.tenant().map_or(Weight::ONE, |tenant| tenant.settings().weight),
             expires: routed.pool.dispatcher.at(asked).after(until),
             bytes: u32::try_from(self.held.bytes.len()).unwrap_or(u32::MAX),
             unscored: !self.api.is_scored(),

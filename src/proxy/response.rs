@@ -65,6 +65,7 @@ fn rejection(Rejection { reason, retry_after }: &Rejection) -> String {
     let why = match reason {
         Reason::QueueFull => "too many requests wait already",
         Reason::QueueBytes => "the requests that wait already hold as many bytes as they may",
+        Reason::QueueShare => "this tenant's requests that wait already fill its part of the queue",
         Reason::NoHealthyBackend => "no backend of this model is healthy",
         Reason::NoOtherBackend => "every backend of this model was tried",
         Reason::TooLarge => return "the prompt and its output are larger than any backend of this model can hold".to_owned(),
@@ -213,7 +214,7 @@ impl Failure {
 
 fn status_of(reason: Reason) -> StatusCode {
     match reason {
-        Reason::QueueFull | Reason::QueueBytes | Reason::Expired | Reason::Shed => StatusCode::TOO_MANY_REQUESTS,
+        Reason::QueueFull | Reason::QueueBytes | Reason::QueueShare | Reason::Expired | Reason::Shed => StatusCode::TOO_MANY_REQUESTS,
         Reason::NoHealthyBackend | Reason::Draining => StatusCode::SERVICE_UNAVAILABLE,
         Reason::NoOtherBackend => StatusCode::BAD_GATEWAY,
         Reason::TooLarge => StatusCode::BAD_REQUEST,
@@ -277,6 +278,7 @@ mod tests {
             (BodyError::Timeout(second).into(), 408, "body_timeout", None),
             (rejected(Reason::QueueFull), 429, "queue_full", Some("7")),
             (rejected(Reason::QueueBytes), 429, "queue_bytes", Some("7")),
+            (rejected(Reason::QueueShare), 429, "queue_share", Some("7")),
             (rejected(Reason::Expired), 429, "queue_timeout", Some("7")),
             (rejected(Reason::Shed), 429, "shed", Some("7")),
             (rejected(Reason::NoHealthyBackend), 503, "no_healthy_backend", Some("7")),

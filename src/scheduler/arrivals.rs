@@ -4,9 +4,10 @@ use super::Scheduler;
 use super::event::{Action, Request, RequestId, RetryAfter, Tokens};
 use super::outcome::Reason;
 use super::placement::{Demand, too_small};
-use super::policy::Order;
+use super::policy::{Lead, Order};
 use super::queue::{Item, Key, Place};
 use super::restrictions::Restriction;
+use super::shares::Service;
 use super::table::{Entry, Stage};
 use super::time::Time;
 
@@ -16,6 +17,11 @@ const LONGEST_RETRY: f64 = 600.0;
 const NO_BACKEND_RETRY: f64 = 5.0;
 /// Share of a full queue that has to drain before a refused client should try again; sooner, it would find the queue full again.
 const DRAINED: f64 = 0.1;
+/// A request is turned away at once where its predicted wait is this many times the time that it has.
+const HOPELESS: f64 = 1.5;
+/// How far one tenant may be ahead of another that waits, in mean works for each backend. More gives keys more room between tenants and helps means, less lets a single
+/// request pass a flood sooner; below some few it makes no difference to either.
+const LEAD: f64 = 4.0;
 
 impl Scheduler {
     /// A request wants to run. An id that is already here has no effect.
@@ -51,6 +57,10 @@ impl Scheduler {
         if self.waiting_bytes + u64::from(request.bytes) > self.limits.queue_bytes {
             return Err(full(Reason::QueueBytes));
         }
+        let room = (self.limits.queue_requests - self.waiting(), self.limits.queue_bytes - self.waiting_bytes);
+        if request.tenant.is_some_and(|tenant| self.shares.fills_its_part(tenant, room)) {
+            return Err(full(Reason::QueueShare));
+        }
 
         let mut entry = Entry::new(request, Place::new(self.sequence, slot));
         self.predict(&mut entry);
@@ -67,10 +77,10 @@ impl Scheduler {
         entry.cached = self.backends[index].prefixes.cached(entry.prefix(), entry.prompt);
         let work = self.keying.work(&entry);
         entry.work = work as f32;
-        if self.overload.active() {
+        if let Some(margin) = self.margin() {
             let wait = self.predicted_wait(&entry);
             let left = request.expires.since(self.now).as_secs_f64();
-            if wait > left {
+            if wait > left * margin {
                 return Err((Reason::Shed, wait - left));
             }
         }
@@ -126,24 +136,44 @@ impl Scheduler {
 
     /// Predicted seconds until all that waits has been started, by the backends that take requests.
     pub(super) fn queued_seconds(&self) -> f64 {
-        let speed = self.keying.speed;
-        let (mut queued, mut parallel) = (0.0, 0.0);
-        for backend in &self.backends {
-            queued += speed.seconds(backend.queued.prompt, backend.queued.output);
-            if backend.takes_requests() {
-                parallel += speed.output / backend.speed.output;
-            }
-        }
+        let (speed, parallel) = (self.keying.speed, self.parallel());
+        let queued: f64 = self.backends.iter().map(|backend| speed.seconds(backend.queued.prompt, backend.queued.output)).sum();
         if parallel > 0.0 { queued / parallel } else { 0.0 }
     }
 
-    /// Predicted seconds until a request that joins now would be started: by arrival behind everything that waits, else behind what is smaller.
+    /// How many backends of the pool's speed the ones that take requests are worth.
+    fn parallel(&self) -> f64 {
+        let taking = self.backends.iter().filter(|backend| backend.takes_requests());
+        taking.map(|backend| self.keying.speed.output / backend.speed.output).sum()
+    }
+
+    /// Predicted seconds until a request that joins now would be started: by arrival behind everything that waits, else behind what is smaller; but not behind
+    /// more than its tenant's share leaves to others.
     fn predicted_wait(&self, entry: &Entry) -> f64 {
-        if self.keying.order == Order::Fcfs {
-            return self.queued_seconds();
+        let (total, queued) = (self.waiting_work.total(), self.queued_seconds());
+        if total <= 0.0 {
+            return 0.0;
         }
-        let total = self.waiting_work.total();
-        if total > 0.0 { self.queued_seconds() * self.waiting_work.before(entry) / total } else { 0.0 }
+        let by_key = if self.keying.order == Order::Fcfs { total } else { self.waiting_work.before(entry) };
+        let by_share = self.shares.before(entry.tenant(), entry.share()).map_or(f64::INFINITY, |work| work + self.lead().as_seconds());
+        queued * by_key.min(by_share) / total
+    }
+
+    /// How many times as long as its deadline a request's predicted wait may be; `None` while waits cannot be predicted. In overload a prediction holds: the order is by
+    /// work. Otherwise it says what goes first at least, and speeds that were never seen say nothing.
+    fn margin(&self) -> Option<f64> {
+        let known = || self.backends.iter().filter(|backend| backend.takes_requests()).all(|backend| backend.learner.speed().is_some());
+        if self.overload.active() { Some(1.0) } else { known().then_some(HOPELESS) }
+    }
+
+    /// How far one tenant may be ahead of another that waits.
+    pub(super) fn lead(&self) -> Service {
+        let seconds = match self.policy.lead() {
+            Lead::Auto => self.mix.service(self.keying.speed) * LEAD,
+            Lead::Within(within) => within.as_secs_f64(),
+            Lead::Unlimited => return Service::MAX,
+        };
+        Service::of(seconds * self.parallel())
     }
 
     /// Puts a waiting entry into the queue of the backend it names.
@@ -153,9 +183,11 @@ impl Scheduler {
         self.waiting_bytes += u64::from(entry.bytes);
         self.waiting_work.add(entry);
         self.expiries.insert((expires, entry.place));
+        let least = || self.backends.iter().filter_map(|backend| backend.queue.least_service()).min();
+        let service = self.shares.joined(item.lane.tenant, entry, least);
         let backend = &mut self.backends[entry.backend as usize];
         backend.queued.add(entry.uncached(), entry.expected);
-        backend.queue.insert(item);
+        backend.queue.insert(item, service);
     }
 
     /// Takes a waiting entry out of its queue.
@@ -165,6 +197,7 @@ impl Scheduler {
         self.waiting_bytes -= u64::from(entry.bytes);
         self.waiting_work.subtract(entry);
         self.expiries.remove(&(expires, entry.place));
+        self.shares.left(item.lane.tenant, entry);
         let backend = &mut self.backends[entry.backend as usize];
         backend.queued.subtract(entry.uncached(), entry.expected);
         backend.queue.remove(item);
@@ -175,5 +208,5 @@ impl Scheduler {
 pub(super) fn waiting(entry: &Entry) -> (Item, Time) {
     // Running requests are in no queue, so whoever asks for one as waiting has lost track of it.
     let Stage::Waiting { phi, expires, restriction } = entry.stage else { unreachable!("{:?} does not wait", entry.id) };
-    (Item { key: Key { phi, place: entry.place }, arrived: entry.arrived, restriction }, expires)
+    (Item { key: Key { phi, place: entry.place }, arrived: entry.arrived, lane: entry.lane(restriction) }, expires)
 }

@@ -616,6 +616,7 @@ mod tests {
             max_output: Some(output_limit),
             attained: 0,
             weight: Weight::ONE,
+            share: Weight::ONE,
             expires: Time::MAX,
             bytes: 0,
             unscored: false,

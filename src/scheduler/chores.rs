@@ -29,6 +29,8 @@ impl Scheduler {
             backend.window.tick(self.now);
         }
         self.update_speeds();
+        self.shares.prune();
+        self.set_leads();
         if self.policy.overload() {
             // A policy that prefers the tail wants arrival order where waits are long, not order by work.
             let bound = self.keying.bound.max(self.gamma.reach(&self.policy, self.mix.service(self.pool_speed())));
@@ -59,7 +61,14 @@ impl Scheduler {
             self.overload.end();
         }
         self.policy = policy;
+        self.set_leads();
         self.rebuild_keys();
+    }
+
+    /// Tells every queue how far one tenant may be ahead of another.
+    pub(super) fn set_leads(&mut self) {
+        let lead = self.lead();
+        self.backends.iter_mut().for_each(|backend| backend.queue.set_lead(lead));
     }
 
     pub(super) fn limits_changed(&mut self, limits: Limits) {
@@ -100,6 +109,7 @@ impl Scheduler {
         }
         self.counters.rebuilds += 1;
         self.waiting_work = WaitingWork::default();
+        self.shares.forget_work();
         for backend in &mut self.backends {
             backend.queued = Backlog::default();
         }
@@ -114,9 +124,10 @@ impl Scheduler {
             entry.work = work as f32;
             entry.stage = Stage::Waiting { phi, expires, restriction };
             self.waiting_work.add(entry);
+            self.shares.reckon(entry.tenant(), entry.reckoned());
             let index = entry.backend as usize;
             self.backends[index].queued.add(entry.uncached(), entry.expected);
-            keys[index].push(Key { phi, place: entry.place }, restriction);
+            keys[index].push(Key { phi, place: entry.place }, entry.lane(restriction));
         }
         self.table = table;
         for (backend, keys) in self.backends.iter_mut().zip(keys) {

@@ -27,7 +27,7 @@ pub struct RequestView {
     pub prompt: Tokens,
     /// The ranker's opinion.
     pub score: Option<Scored>,
-    /// Share relative to others; 1 is normal.
+    /// How much ahead of others it goes, by its priority; 1 is normal.
     pub weight: f64,
     /// Expected work in capacity-seconds, as keyed.
     pub work: f64,

@@ -103,8 +103,10 @@ pub struct Request {
     pub max_output: Option<Tokens>,
     /// Output already produced for this piece of work (a session, or an answer that is being continued).
     pub attained: Tokens,
-    /// Share relative to others; 1 is normal.
+    /// How much ahead of others it goes, by its priority: it counts as so many times less work. 1 is normal.
     pub weight: Weight,
+    /// Its tenant's share of the pool relative to other tenants that wait; 1 is normal.
+    pub share: Weight,
     /// When waiting becomes pointless.
     pub expires: Time,
     /// Bytes of the body that waits with it.

@@ -146,12 +146,13 @@ fn clamp(gamma: f64, mean_work: f64) -> f64 {
 mod tests {
     use std::time::Duration;
 
-    use super::super::policy::{Order, PolicyParts};
+    use super::super::policy::{Lead, Order, PolicyParts};
     use super::*;
 
     fn policy(gamma: Gamma, max_overtake: MaxOvertake) -> Policy {
         let aging_threshold = Duration::from_secs(120);
-        Policy::new(PolicyParts { order: Order::Headway, gamma, max_overtake, aging_threshold, aging_share: 0.25, overload: true }).unwrap()
+        Policy::new(PolicyParts { order: Order::Headway, gamma, max_overtake, aging_threshold, aging_share: 0.25, lead: Lead::Auto, overload: true })
+            .unwrap()
     }
 
     /// Response times whose tail is exponential of this rate.
@@ -244,6 +245,7 @@ mod tests {
                 max_overtake: MaxOvertake::Auto,
                 aging_threshold: Duration::from_secs(120),
                 aging_share: 0.25,
+                lead: Lead::Auto,
                 overload: true,
             };
             super::super::Scheduler::new(Policy::new(parts).unwrap(), limits, 1).view().gamma

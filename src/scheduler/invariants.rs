@@ -1,9 +1,12 @@
 //! What always holds, as predicates: debug assertions check the cheap ones after every event, property tests and the simulator all of them.
 
+use std::collections::BTreeMap;
+
 use super::Scheduler;
 use super::backend::Backlog;
-use super::event::{Action, BackendId};
+use super::event::{Action, BackendId, TenantId};
 use super::overload::WaitingWork;
+use super::shares::Service;
 use super::table::{Resident, Stage};
 
 /// What did not hold.
@@ -96,6 +99,7 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     let (mut queued, mut running, mut resident) = (vec![Backlog::default(); n], vec![Backlog::default(); n], vec![Resident::default(); n]);
     let (mut waiting, mut in_flight) = (vec![0usize; n], vec![0u32; n]);
     let (mut bytes, mut work) = (0, WaitingWork::default());
+    let mut tenants: BTreeMap<Option<TenantId>, (usize, Service)> = BTreeMap::new();
     for entry in scheduler.table.iter() {
         let index = entry.backend as usize;
         match entry.stage {
@@ -104,6 +108,8 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
                 waiting[index] += 1;
                 bytes += u64::from(entry.bytes);
                 work.add(entry);
+                let (requests, sum) = tenants.entry(entry.tenant()).or_default();
+                (*requests, *sum) = (*requests + 1, sum.saturating_add(entry.reckoned()));
             }
             Stage::Running { produced, remaining, .. } => {
                 running[index].add(if produced == 0 { entry.uncached() } else { 0 }, remaining);
@@ -118,6 +124,9 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     each("resident tokens", &|index| scheduler.backends[index].resident == resident[index])?;
     each("queues", &|index| scheduler.backends[index].queue.len() == waiting[index] && scheduler.backends[index].queue.is_consistent())?;
     each("slots", &|index| scheduler.backends[index].in_flight == in_flight[index])?;
+    if !scheduler.shares.waiting().eq(tenants.into_iter().map(|(tenant, (requests, work))| (tenant, requests, work))) {
+        return Err(Violation::Sums { what: "what waits by tenant" });
+    }
     if scheduler.waiting_bytes != bytes || scheduler.waiting_work != work || scheduler.expiries.len() != waiting.iter().sum::<usize>() {
         return Err(Violation::Sums { what: "what waits" });
     }

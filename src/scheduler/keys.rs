@@ -162,7 +162,7 @@ mod tests {
     use std::time::Duration;
 
     use super::super::event::Request;
-    use super::super::policy::{Gamma, PolicyParts};
+    use super::super::policy::{Gamma, Lead, PolicyParts};
     use super::super::queue::Place;
     use super::super::score::Weight;
     use super::*;
@@ -174,6 +174,7 @@ mod tests {
             max_overtake: MaxOvertake::Auto,
             aging_threshold: Duration::from_secs(120),
             aging_share: 0.1,
+            lead: Lead::Auto,
             overload: true,
         })
         .unwrap();
@@ -232,6 +233,7 @@ mod tests {
             max_overtake: MaxOvertake::Auto,
             aging_threshold: Duration::from_secs(120),
             aging_share: 0.1,
+            lead: Lead::Auto,
             overload: true,
         })
         .unwrap();

@@ -30,6 +30,7 @@ impl Scheduler {
             }
         };
         self.update_speeds();
+        self.set_leads();
         let sizes = self.sizes();
         if sizes != before {
             self.restrict_again(actions);
@@ -49,7 +50,7 @@ impl Scheduler {
     fn place_again(&mut self, slot: u32, actions: &mut Vec<Action>) {
         self.leave_queue(slot);
         let entry = self.table.get(slot);
-        let (demand, restriction) = (Demand::of(entry), waiting(entry).0.restriction);
+        let (demand, restriction) = (Demand::of(entry), waiting(entry).0.lane.restriction);
         match self.choose(demand, restriction) {
             Ok(index) => {
                 let entry = self.table.get_mut(slot);

@@ -38,6 +38,7 @@ mod curve;
 mod prefixes;
 mod restrictions;
 mod rng;
+mod shares;
 mod table;
 
 pub mod invariants;
@@ -50,7 +51,7 @@ pub(crate) use concordance::tau_b;
 pub use event::*;
 pub(crate) use gamma::GammaAda;
 pub use outcome::{Ending, Reason};
-pub use policy::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
+pub use policy::{Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
 pub(crate) use rng::Rng;
 pub use score::{Boost, LEVEL, RankerVersion, Score, Scored, Weight, attained_level, boost};
 pub use speed::Speed;
@@ -63,6 +64,7 @@ use keys::{Keying, Largest, Mix};
 use overload::{Overload, WaitingWork};
 use queue::{Aging, Place};
 use restrictions::Restrictions;
+use shares::Shares;
 use table::Table;
 
 /// The scheduler of one pool.
@@ -87,6 +89,7 @@ pub struct Scheduler {
     /// How many were ever put into a queue.
     sequence: u64,
     restrictions: Restrictions,
+    shares: Shares,
 
     backends: Vec<Backend>,
     by_id: BTreeMap<BackendId, usize>,
@@ -120,6 +123,7 @@ impl Scheduler {
             waiting_work: WaitingWork::default(),
             sequence: 0,
             restrictions: Restrictions::new(),
+            shares: Shares::default(),
             backends: Vec::new(),
             by_id: BTreeMap::new(),
             keying: Keying::new(&policy, Largest::new(&limits, None), speed, mean_work, rate, false, None),
@@ -201,6 +205,7 @@ mod tests {
             max_overtake: MaxOvertake::Auto,
             aging_threshold: Duration::from_secs(120),
             aging_share: 0.25,
+            lead: Lead::Auto,
             overload: true,
         })
         .unwrap()
@@ -228,6 +233,7 @@ mod tests {
             max_output: None,
             attained: 0,
             weight: Weight::ONE,
+            share: Weight::ONE,
             expires: Time::from_micros(1000),
             bytes: 100,
             unscored: false,
@@ -321,6 +327,7 @@ mod tests {
             max_overtake: MaxOvertake::Auto,
             aging_threshold: Duration::from_secs(120),
             aging_share: 0.25,
+            lead: Lead::Auto,
             overload: true,
         };
         let limits = Limits { queue_requests: 10_000, queue_bytes: 1 << 30, max_output: 1024 };

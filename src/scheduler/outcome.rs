@@ -9,6 +9,8 @@ pub enum Reason {
     QueueFull,
     /// The pool's limit on bytes of waiting request bodies is reached.
     QueueBytes,
+    /// The requests of one tenant that wait fill its part of what the pool's limits leave.
+    QueueShare,
     /// Every backend of the pool is ejected or gone.
     NoHealthyBackend,
     /// Every healthy backend has already been tried for this request.
@@ -17,7 +19,7 @@ pub enum Reason {
     TooLarge,
     /// The request waited in the queue until its deadline.
     Expired,
-    /// In overload: the predicted wait ends after the request's deadline.
+    /// The predicted wait ends after the request's deadline.
     Shed,
     /// The pool is shutting down.
     Draining,
@@ -25,9 +27,10 @@ pub enum Reason {
 
 impl Reason {
     /// Every reason.
-    pub const ALL: [Reason; 8] = [
+    pub const ALL: [Reason; 9] = [
         Reason::QueueFull,
         Reason::QueueBytes,
+        Reason::QueueShare,
         Reason::NoHealthyBackend,
         Reason::NoOtherBackend,
         Reason::TooLarge,
@@ -41,6 +44,7 @@ impl Reason {
         match self {
             Reason::QueueFull => "queue_full",
             Reason::QueueBytes => "queue_bytes",
+            Reason::QueueShare => "queue_share",
             Reason::NoHealthyBackend => "no_healthy_backend",
             Reason::NoOtherBackend => "no_other_backend",
             Reason::TooLarge => "too_large",

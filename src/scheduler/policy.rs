@@ -63,6 +63,17 @@ pub enum MaxOvertake {
     Within(Duration),
 }
 
+/// How far one tenant may be ahead of its share while another waits: until then keys decide, from then on whoever had less goes first.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Lead {
+    /// Some few requests of mean work for each backend.
+    Auto,
+    /// This much work, in seconds of the whole pool.
+    Within(Duration),
+    /// Without limit: tenants have no shares, and keys alone decide.
+    Unlimited,
+}
+
 /// A scheduling policy.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Policy {
@@ -71,6 +82,7 @@ pub struct Policy {
     max_overtake: MaxOvertake,
     aging_threshold: Duration,
     aging_share: f64,
+    lead: Lead,
     overload: bool,
 }
 
@@ -84,6 +96,8 @@ pub struct PolicyParts {
     pub aging_threshold: Duration,
     /// At most this share of releases comes from the aged FIFO while the main queue is not empty; 0 is off, 1 is absolute promotion.
     pub aging_share: f64,
+    /// How far one tenant may be ahead of its share.
+    pub lead: Lead,
     /// Whether the pool may switch to overload mode.
     pub overload: bool,
 }
@@ -111,7 +125,7 @@ impl Policy {
     /// # Errors
     /// A part is out of range, or two contradict each other.
     pub fn new(parts: PolicyParts) -> Result<Self, PolicyError> {
-        let PolicyParts { order, gamma, max_overtake, aging_threshold, aging_share, overload } = parts;
+        let PolicyParts { order, gamma, max_overtake, aging_threshold, aging_share, lead, overload } = parts;
         if let Gamma::Fixed(rate) = gamma
             && !(rate.is_finite() && rate > 0.0)
         {
@@ -136,7 +150,7 @@ impl Policy {
         if !(0.0..=1.0).contains(&aging_share) {
             return Err(PolicyError::AgingShare(aging_share));
         }
-        Ok(Policy { order, gamma, max_overtake, aging_threshold, aging_share, overload })
+        Ok(Policy { order, gamma, max_overtake, aging_threshold, aging_share, lead, overload })
     }
 
     /// What the main queue is sorted by.
@@ -162,6 +176,11 @@ impl Policy {
     /// At most this share of releases comes from the aged FIFO while the main queue is not empty, 0 to 1.
     pub fn aging_share(&self) -> f64 {
         self.aging_share
+    }
+
+    /// How far one tenant may be ahead of its share while another waits.
+    pub fn lead(&self) -> Lead {
+        self.lead
     }
 
     /// Whether the pool may switch to overload mode.
@@ -193,6 +212,7 @@ mod tests {
             max_overtake: MaxOvertake::Within(Duration::from_secs(40)),
             aging_threshold: Duration::from_secs(1),
             aging_share: 1.0,
+            lead: Lead::Auto,
             overload: true,
         };
         let why = |parts| Policy::new(parts).err();

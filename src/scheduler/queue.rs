@@ -1,10 +1,12 @@
-//! One backend's priority queue: ordered by key, with an aged FIFO beside it, open to siblings that steal.
+//! One backend's priority queue: ordered by key among the tenants that are not ahead of their share, with an aged FIFO beside it, open to siblings that steal.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, btree_map};
 use std::time::Duration;
 
-use super::event::BackendId;
+use super::event::{BackendId, TenantId};
 use super::restrictions::{RestrictionId, Restrictions};
+use super::shares::Service;
 use super::table::{Entry, Stage, Table};
 use super::time::Time;
 
@@ -63,6 +65,13 @@ impl Aging {
 pub(super) struct Item {
     pub key: Key,
     pub arrived: Time,
+    pub lane: Lane,
+}
+
+/// Requests that only differ in their keys: of one tenant, and under the same restriction.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Lane {
+    pub tenant: Option<TenantId>,
     pub restriction: RestrictionId,
 }
 
@@ -76,33 +85,40 @@ pub(super) struct Turn {
 
 /// New keys for everything in a queue.
 #[derive(Debug, Default)]
-pub(super) struct Keys {
-    free: Vec<Key>,
-    restricted: Vec<(RestrictionId, Key)>,
-}
+pub(super) struct Keys(BTreeMap<Lane, Vec<Key>>);
 
 impl Keys {
-    pub fn push(&mut self, key: Key, restriction: RestrictionId) {
-        match restriction {
-            RestrictionId::NONE => self.free.push(key),
-            restriction => self.restricted.push((restriction, key)),
-        }
+    pub fn push(&mut self, key: Key, lane: Lane) {
+        self.0.entry(lane).or_default().push(key);
     }
 }
 
 /// The requests that wait for one backend.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    /// Those that may go to any backend of the pool.
-    free: BTreeSet<Key>,
-    /// Those that may not.
-    restricted: BTreeSet<Key>,
-    /// The same, by restriction, for siblings that steal.
-    by_restriction: BTreeMap<RestrictionId, BTreeSet<Key>>,
+    lanes: BTreeMap<Lane, BTreeSet<Key>>,
+    /// The first of each lane whose tenant is not ahead of its share.
+    heads: BTreeSet<(Key, Lane)>,
+    /// Who waits here.
+    tenants: BTreeMap<Option<TenantId>, Waiting>,
+    /// The same, by what they have had.
+    by_service: BTreeSet<(Service, Option<TenantId>)>,
+    /// Above this a tenant is ahead of its share: what the one that had least has had, and the lead.
+    most: Service,
+    lead: Service,
+    /// How many of them may not go everywhere.
+    restricted: usize,
     /// All of them, oldest first.
     by_age: BTreeSet<(Time, Place)>,
     /// What the aged FIFO may still take, earned release by release; always less than one release, so that a long time without aged requests is no store of turns.
     credit: u32,
+}
+
+/// One tenant's part of a queue.
+#[derive(Clone, Copy, Debug)]
+struct Waiting {
+    requests: usize,
+    service: Service,
 }
 
 impl Queue {
@@ -116,83 +132,168 @@ impl Queue {
 
     /// Whether any of them may not go everywhere.
     pub fn has_restricted(&self) -> bool {
-        !self.restricted.is_empty()
+        self.restricted > 0
     }
 
-    pub fn insert(&mut self, item: Item) {
-        if item.restriction == RestrictionId::NONE {
-            self.free.insert(item.key);
-        } else {
-            self.restricted.insert(item.key);
-            self.by_restriction.entry(item.restriction).or_default().insert(item.key);
+    /// The least that any tenant that waits here has had.
+    pub fn least_service(&self) -> Option<Service> {
+        self.by_service.first().map(|(service, _)| *service)
+    }
+
+    /// `service` is what its tenant has had; only the first of a tenant tells it, later changes come through [`Queue::served`].
+    pub fn insert(&mut self, item: Item, service: Service) {
+        let Item { key, arrived, lane } = item;
+        match self.tenants.entry(lane.tenant) {
+            btree_map::Entry::Occupied(mut entry) => entry.get_mut().requests += 1,
+            btree_map::Entry::Vacant(entry) => {
+                entry.insert(Waiting { requests: 1, service });
+                self.by_service.insert((service, lane.tenant));
+                self.measure();
+            }
         }
-        self.by_age.insert((item.arrived, item.key.place));
+        let keys = self.lanes.entry(lane).or_default();
+        let first = keys.first().copied();
+        keys.insert(key);
+        if first.is_none_or(|first| key < first) && !self.is_ahead(lane.tenant) {
+            if let Some(first) = first {
+                self.heads.remove(&(first, lane));
+            }
+            self.heads.insert((key, lane));
+        }
+        self.restricted += usize::from(lane.restriction != RestrictionId::NONE);
+        self.by_age.insert((arrived, key.place));
     }
 
     pub fn remove(&mut self, item: Item) {
-        if item.restriction == RestrictionId::NONE {
-            self.free.remove(&item.key);
-        } else {
-            self.restricted.remove(&item.key);
-            if let Some(keys) = self.by_restriction.get_mut(&item.restriction) {
-                keys.remove(&item.key);
-                if keys.is_empty() {
-                    self.by_restriction.remove(&item.restriction);
-                }
+        let Item { key, arrived, lane } = item;
+        // Without its lane it is not here.
+        let Some(keys) = self.lanes.get_mut(&lane) else { return };
+        let was_first = keys.first() == Some(&key);
+        keys.remove(&key);
+        let next = keys.first().copied();
+        if next.is_none() {
+            self.lanes.remove(&lane);
+        }
+        if was_first
+            && self.heads.remove(&(key, lane))
+            && let Some(next) = next
+        {
+            self.heads.insert((next, lane));
+        }
+        if let btree_map::Entry::Occupied(mut entry) = self.tenants.entry(lane.tenant) {
+            entry.get_mut().requests -= 1;
+            if entry.get().requests == 0 {
+                let (tenant, waiting) = entry.remove_entry();
+                self.by_service.remove(&(waiting.service, tenant));
+                self.measure();
             }
         }
-        self.by_age.remove(&(item.arrived, item.key.place));
+        self.restricted -= usize::from(lane.restriction != RestrictionId::NONE);
+        self.by_age.remove(&(arrived, key.place));
+    }
+
+    /// A tenant has now had this much.
+    pub fn served(&mut self, tenant: Option<TenantId>, service: Service) {
+        let Some(waiting) = self.tenants.get_mut(&tenant) else { return };
+        let before = std::mem::replace(&mut waiting.service, service);
+        self.by_service.remove(&(before, tenant));
+        self.by_service.insert((service, tenant));
+        let was_ahead = before > self.most;
+        self.measure_others(Some(tenant));
+        if was_ahead != (service > self.most) {
+            self.show(tenant, was_ahead);
+        }
+    }
+
+    /// How far ahead of the one that had least a tenant may be.
+    pub fn set_lead(&mut self, lead: Service) {
+        self.lead = lead;
+        self.measure();
+    }
+
+    fn is_ahead(&self, tenant: Option<TenantId>) -> bool {
+        self.tenants.get(&tenant).is_some_and(|waiting| waiting.service > self.most)
+    }
+
+    fn measure(&mut self) {
+        self.measure_others(None);
+    }
+
+    /// Follows the one that had least: whoever was ahead and is not any more stands with the others again, and the other way round.
+    fn measure_others(&mut self, but: Option<Option<TenantId>>) {
+        let most = self.least_service().unwrap_or_default().saturating_add(self.lead);
+        let before = std::mem::replace(&mut self.most, most);
+        let (low, high) = (before.min(most), before.max(most));
+        if low == high {
+            return;
+        }
+        let crossed = self.by_service.range((low, None)..).skip_while(|(service, _)| *service == low).take_while(|(service, _)| *service <= high);
+        let crossed: Vec<_> = crossed.map(|(_, tenant)| *tenant).filter(|tenant| Some(*tenant) != but).collect();
+        for tenant in crossed {
+            self.show(tenant, most > before);
+        }
+    }
+
+    /// Puts a tenant's lanes among the heads, or takes them out.
+    fn show(&mut self, tenant: Option<TenantId>, shown: bool) {
+        let lane = |restriction| Lane { tenant, restriction };
+        for (lane, keys) in self.lanes.range(lane(RestrictionId::NONE)..=lane(RestrictionId::LAST)) {
+            let Some(first) = keys.first() else { continue };
+            if shown {
+                self.heads.insert((*first, *lane));
+            } else {
+                self.heads.remove(&(*first, *lane));
+            }
+        }
     }
 
     /// Gives every request a new key; who waits stays the same.
     pub fn rekey(&mut self, keys: Keys) {
         // Collected as a whole, a set is sorted once and built without a search per key.
-        let Keys { free, restricted } = keys;
-        self.free = free.into_iter().collect();
-        self.restricted = restricted.iter().map(|(_, key)| *key).collect();
-        self.by_restriction.clear();
-        for (id, key) in restricted {
-            self.by_restriction.entry(id).or_default().insert(key);
-        }
+        self.lanes = keys.0.into_iter().map(|(lane, keys)| (lane, keys.into_iter().collect())).collect();
+        self.heads = self.expected_heads();
     }
 
-    /// Who waits, in the order of keys.
+    /// Who waits, in the order of keys; tenants that are ahead of their share last.
     pub fn keys(&self) -> impl Iterator<Item = Key> {
-        let (mut free, mut restricted) = (self.free.iter().copied().peekable(), self.restricted.iter().copied().peekable());
-        std::iter::from_fn(move || match (free.peek(), restricted.peek()) {
-            (Some(first), Some(second)) if second < first => restricted.next(),
-            (Some(_), _) => free.next(),
-            (None, _) => restricted.next(),
-        })
+        let lanes = |ahead| self.lanes.iter().filter(move |(lane, _)| self.is_ahead(lane.tenant) == ahead).map(|(_, keys)| keys);
+        merged(lanes(false)).chain(merged(lanes(true)))
     }
 
-    /// Where those are that wait, in the order of keys.
+    /// Where those are that wait, in the same order.
     pub fn places(&self) -> Vec<Place> {
         self.keys().map(|key| key.place).collect()
     }
 
     /// Whether every request is in each of the sets it belongs to.
     pub fn is_consistent(&self) -> bool {
-        let by_restriction: usize = self.by_restriction.values().map(BTreeSet::len).sum();
-        self.free.len() + self.restricted.len() == self.by_age.len() && by_restriction == self.restricted.len()
+        let requests = |tenant| self.lanes.iter().filter(|(lane, _)| lane.tenant == tenant).map(|(_, keys)| keys.len()).sum::<usize>();
+        let restricted = self.lanes.iter().filter(|(lane, _)| lane.restriction != RestrictionId::NONE).map(|(_, keys)| keys.len()).sum::<usize>();
+        self.lanes.values().map(BTreeSet::len).sum::<usize>() == self.by_age.len()
+            && self.restricted == restricted
+            && self.tenants.iter().all(|(tenant, waiting)| waiting.requests == requests(*tenant))
+            && self.by_service == self.tenants.iter().map(|(tenant, waiting)| (waiting.service, *tenant)).collect()
+            && self.heads == self.expected_heads()
+    }
+
+    fn expected_heads(&self) -> BTreeSet<(Key, Lane)> {
+        let here = self.lanes.iter().filter(|(lane, _)| !self.is_ahead(lane.tenant));
+        here.filter_map(|(lane, keys)| Some((*keys.first()?, *lane))).collect()
     }
 
     /// Whose turn it is on the queue's own backend.
     pub fn next(&self, now: Time, aging: Aging, table: &Table) -> Option<Turn> {
-        let first = match (self.free.first(), self.restricted.first()) {
-            (Some(free), Some(restricted)) => free.min(restricted),
-            (free, restricted) => free.or(restricted)?,
-        };
+        let (first, _) = self.heads.first()?;
         Some(turn(*first, self.aged(now, aging), table))
     }
 
-    /// Whose turn it is for a sibling that wants to take one: the same, among those that may go there.
+    /// Whose turn it is for a sibling that wants to take one: the same, among those that may go there; tenants that are ahead too, where nobody else may.
     pub fn next_for(&self, thief: BackendId, now: Time, aging: Aging, restrictions: &Restrictions, table: &Table) -> Option<Turn> {
-        let allowed = |id: RestrictionId| !restrictions.get(id).bars(thief);
-        let restricted = self.by_restriction.iter().filter(|(id, _)| allowed(**id)).filter_map(|(_, keys)| keys.first());
-        let first = self.free.first().into_iter().chain(restricted).min()?;
+        let allowed = |lane: &Lane| !restrictions.get(lane.restriction).bars(thief);
+        let ahead = || self.lanes.iter().filter(|(lane, _)| allowed(lane)).filter_map(|(_, keys)| keys.first()).min();
+        let first = self.heads.iter().find(|(_, lane)| allowed(lane)).map(|(key, _)| key).or_else(ahead)?;
         let aged = self.aged(now, aging).filter(|place| match table.get(place.slot()).stage {
-            Stage::Waiting { restriction, .. } => allowed(restriction),
+            Stage::Waiting { restriction, .. } => !restrictions.get(restriction).bars(thief),
             Stage::Running { .. } => false,
         });
         Some(turn(*first, aged, table))
@@ -214,6 +315,17 @@ impl Queue {
         let (arrived, place) = *self.by_age.first()?;
         (self.credit + aging.share >= ONE_RELEASE && aging.is_aged(now, arrived)).then_some(place)
     }
+}
+
+/// The keys of several sets in one order.
+fn merged<'a>(sets: impl Iterator<Item = &'a BTreeSet<Key>>) -> impl Iterator<Item = Key> {
+    let mut rests: Vec<_> = sets.map(BTreeSet::iter).collect();
+    let mut firsts: BinaryHeap<_> = rests.iter_mut().enumerate().filter_map(|(index, rest)| Some(Reverse((*rest.next()?, index)))).collect();
+    std::iter::from_fn(move || {
+        let Reverse((key, index)) = firsts.pop()?;
+        firsts.extend(rests[index].next().map(|next| Reverse((*next, index))));
+        Some(key)
+    })
 }
 
 /// An aged request that is first by key too is released by key.

@@ -1,20 +1,28 @@
 //! Who goes next, as soon as there is room: each backend from its own queue, and an idle one from its siblings'.
 
 use super::Scheduler;
-use super::event::{Action, Facts};
+use super::event::{Action, Facts, TenantId};
 use super::queue::Turn;
+use super::shares::Service;
 use super::table::Stage;
 
 impl Scheduler {
     /// Releases whatever there is room for.
     pub(super) fn settle(&mut self, actions: &mut Vec<Action>) {
-        for index in 0..self.backends.len() {
-            self.release_own(index, actions);
-        }
-        while let Some(Theft { thief, victim, turn }) = self.theft() {
-            self.release(victim, thief, turn, actions);
-            // What was stolen may have been too large for what the victim has room for.
-            self.release_own(victim, actions);
+        loop {
+            let before = self.counters.released;
+            for index in 0..self.backends.len() {
+                self.release_own(index, actions);
+            }
+            while let Some(Theft { thief, victim, turn }) = self.theft() {
+                self.release(victim, thief, turn, actions);
+                // What was stolen may have been too large for what the victim has room for.
+                self.release_own(victim, actions);
+            }
+            // Whose turn it is elsewhere depends on what a tenant has had here.
+            if self.counters.released == before || self.waiting() == 0 {
+                break;
+            }
         }
         let demand = self.waiting() > 0;
         for backend in &mut self.backends {
@@ -96,6 +104,16 @@ impl Scheduler {
             stolen: from != to,
         };
         actions.push(Action::Release { request: entry.id, backend: backend.id, facts });
+        let (tenant, expected) = (entry.tenant(), self.keying.speed.seconds(u64::from(entry.uncached()), u64::from(entry.expected)));
+        let service = self.shares.released(tenant, expected);
+        self.served(tenant, service);
+    }
+
+    /// A tenant has now had this much.
+    pub(super) fn served(&mut self, tenant: Option<TenantId>, service: Service) {
+        for backend in &mut self.backends {
+            backend.queue.served(tenant, service);
+        }
     }
 }
 

@@ -10,6 +10,8 @@ pub(super) struct RestrictionId(u32);
 
 impl RestrictionId {
     pub const NONE: RestrictionId = RestrictionId(0);
+    /// No id comes after it.
+    pub const LAST: RestrictionId = RestrictionId(u32::MAX);
 }
 
 /// Backends that a request may not go to, each list sorted and without duplicates.

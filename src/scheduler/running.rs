@@ -56,6 +56,12 @@ impl Scheduler {
         self.running.remove(&slot);
         let Stage::Running { produced, remaining, .. } = entry.stage else { unreachable!("progress ends no request") };
 
+        let speed = self.keying.speed;
+        let (prompt, counted) = (u64::from(entry.uncached()), !matches!(ending, Ending::Pushback | Ending::Refused));
+        let actual = if counted { speed.seconds(prompt, u64::from(produced)) } else { 0.0 };
+        let service = self.shares.settled(entry.tenant(), speed.seconds(prompt, u64::from(entry.expected)), actual);
+        self.served(entry.tenant(), service);
+
         let index = entry.backend as usize;
         let backend = &mut self.backends[index];
         let unread = if produced == 0 { entry.uncached() } else { 0 };

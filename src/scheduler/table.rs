@@ -4,9 +4,10 @@
 //! ids would cost three times as much, and its random state would make iteration differ from run to run.
 
 use super::event::{ModelId, Prefix, Request, RequestId, TenantId, Tokens};
-use super::queue::Place;
+use super::queue::{Lane, Place};
 use super::restrictions::RestrictionId;
 use super::score::{RankerVersion, Score, Scored, Weight};
+use super::shares::Service;
 use super::time::Time;
 
 /// How many slots there may be: what a place can name, less the one that marks an empty cell.
@@ -26,6 +27,7 @@ pub(super) struct Entry {
     /// 0 for no prefix.
     prefix_tokens: Tokens,
     weight: f32,
+    share: f32,
     /// Expected work in capacity-seconds, as keyed.
     pub work: f32,
     pub prompt: Tokens,
@@ -93,6 +95,7 @@ impl Entry {
             prefix_hash: request.prefix.map_or(0, |prefix| prefix.hash),
             prefix_tokens: request.prefix.map_or(0, |prefix| prefix.tokens),
             weight: request.weight.get() as f32,
+            share: request.share.get() as f32,
             work: 0.0,
             prompt: request.prompt_tokens,
             cached: 0,
@@ -121,6 +124,11 @@ impl Entry {
         Weight::new(f64::from(self.weight)).unwrap_or(Weight::ONE)
     }
 
+    /// Its tenant's share of the pool, in single precision.
+    pub fn share(&self) -> Weight {
+        Weight::new(f64::from(self.share)).unwrap_or(Weight::ONE)
+    }
+
     /// What the client allows.
     pub fn max_output(&self) -> Option<Tokens> {
         (self.max_output != NONE).then_some(self.max_output)
@@ -146,6 +154,16 @@ impl Entry {
         };
         let spread = u64::from(self.at_most.saturating_sub(output));
         Resident { expected: u64::from(self.prompt) + u64::from(output), variance: spread * spread }
+    }
+
+    /// Which lane of a queue it waits in.
+    pub fn lane(&self, restriction: RestrictionId) -> Lane {
+        Lane { tenant: self.tenant(), restriction }
+    }
+
+    /// Its expected work, as keyed, for sums: rounded in the same way each time, so that what was added can be subtracted.
+    pub fn reckoned(&self) -> Service {
+        Service::of(f64::from(self.work))
     }
 
     /// Prompt tokens that a backend has to compute.
@@ -339,6 +357,7 @@ mod tests {
             max_output: None,
             attained: 0,
             weight: Weight::ONE,
+            share: Weight::ONE,
             expires: Time::MAX,
             bytes: 0,
             unscored: false,

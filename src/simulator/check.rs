@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 
 use crate::scheduler::invariants::{self, Violation};
-use crate::scheduler::{Action, BackendId, Event, Explanation, Facts, Mode, Order, Policy, PoolView, RequestId, Scheduler, Standing, Time, Weight};
+use crate::scheduler::{
+    Action, BackendId, Event, Explanation, Facts, Mode, Order, Policy, PoolView, Request, RequestId, Scheduler, Standing, TenantId, Time, Weight,
+};
 
 /// How many events before the last one an error shows.
 const HISTORY: usize = 24;
@@ -68,6 +70,7 @@ struct Known {
     arrived: Time,
     expires: Time,
     weight: Weight,
+    tenant: Option<TenantId>,
     excluded: Vec<BackendId>,
 }
 
@@ -152,7 +155,8 @@ impl Check {
         let unknown = self.is_unknown(event).then(|| Box::new(scheduler.view()));
         match event {
             Event::Arrived(request) => {
-                let known = Known { arrived: request.arrived, expires: request.expires, weight: request.weight, excluded: request.excluded.clone() };
+                let Request { arrived, expires, weight, tenant, .. } = *request;
+                let known = Known { arrived, expires, weight, tenant, excluded: request.excluded.clone() };
                 self.waiting.insert(request.id, known);
             }
             Event::Cancelled(id) => drop(self.waiting.remove(id)),
@@ -256,6 +260,10 @@ impl Check {
                 if home.is_some_and(|home| (left.arrived, left.sequence) < (home.arrived, home.sequence)) {
                     return Err(Wrong::NotOldest(*id, *other));
                 }
+                continue;
+            }
+            // Between tenants shares decide, from some lead on.
+            if waiting.tenant != known.tenant {
                 continue;
             }
             if same_keys && home.is_some_and(|home| (left.phi, left.sequence) < (home.phi, home.sequence)) {

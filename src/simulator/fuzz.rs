@@ -9,7 +9,7 @@ use super::workload::{Arrivals, Job, Length, Part, Scores, Workload};
 use super::{Broken, Dispatch, Run, Setup, run};
 use crate::engine::{Order as EngineOrder, Profile, Timing};
 use crate::scheduler::{
-    Gamma, Limits, Load, MaxOvertake, ModelId, Order, Policy, PolicyParts, Prefix, Slots, Target, TenantId, Time, Tokens, Weight,
+    Gamma, Lead, Limits, Load, MaxOvertake, ModelId, Order, Policy, PolicyParts, Prefix, Slots, Target, TenantId, Time, Tokens, Weight,
 };
 
 /// Runs what a seed draws.
@@ -92,6 +92,7 @@ fn policy(random: &mut Random) -> Policy {
         max_overtake,
         aging_threshold: seconds(0.1 + 30.0 * random.unit().powi(2)),
         aging_share: random.pick(&[0.0, 0.1, 0.25, 0.25, 0.5, 1.0]),
+        lead: random.pick(&[Lead::Auto, Lead::Auto, Lead::Within(Duration::ZERO), Lead::Within(within), Lead::Unlimited]),
         overload: random.chance(0.6),
     };
     Policy::new(parts).unwrap_or_else(|error| unreachable!("gamma is above what the promise asks for: {error}"))
@@ -107,6 +108,7 @@ fn capping(random: &mut Random, mean_work: f64) -> Policy {
         max_overtake: random.pick(&[MaxOvertake::Auto, MaxOvertake::Within(within)]),
         aging_threshold: seconds(bound * (1.0 + 4.0 * random.unit())),
         aging_share: random.pick(&[0.0, 0.0, 0.1, 0.25]),
+        lead: random.pick(&[Lead::Auto, Lead::Auto, Lead::Within(Duration::ZERO), Lead::Within(within), Lead::Unlimited]),
         overload: random.chance(0.2),
     };
     Policy::new(parts).unwrap_or_else(|error| unreachable!("gamma is what the promise asks for: {error}"))
@@ -162,6 +164,7 @@ fn mean_work(fleet: &[Member], workload: &Workload) -> f64 {
 fn adorn(job: &mut Job, random: &mut Random) {
     job.max_output = random.chance(0.3).then(|| random.within(1, 200) as Tokens);
     job.weight = weight(random);
+    job.share = weight(random);
     job.attained = if random.chance(0.1) { random.below(2000) as Tokens } else { 0 };
     job.model = ModelId(random.below(3) as u32);
     job.tenant = random.chance(0.5).then(|| TenantId(random.below(4) as u32));

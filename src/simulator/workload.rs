@@ -21,6 +21,7 @@ pub struct Job {
     /// How long after it was sent its client leaves, if it has no answer yet.
     pub patience: Option<Duration>,
     pub weight: Weight,
+    pub share: Weight,
     pub attained: Tokens,
     pub model: ModelId,
     pub tenant: Option<TenantId>,
@@ -40,6 +41,7 @@ impl Job {
             max_output: None,
             patience: None,
             weight: Weight::ONE,
+            share: Weight::ONE,
             attained: 0,
             model: ModelId(0),
             tenant: None,
@@ -199,7 +201,7 @@ impl Workload {
                 at < 0.0
             });
             job.tenant = tenant.map(|tenant| TenantId(tenant as u32));
-            job.weight = tenant.map_or(Weight::ONE, |tenant| senders[tenant].weight);
+            job.share = tenant.map_or(Weight::ONE, |tenant| senders[tenant].weight);
         }
         if self.clients.is_some() || steady == 0 {
             return;
@@ -207,7 +209,7 @@ impl Workload {
         for (tenant, sender) in senders.iter().enumerate() {
             for _ in 0..sender.flood {
                 let like = &self.jobs[random.below(steady) as usize];
-                let job = Job { after: sender.at, tenant: Some(TenantId(tenant as u32)), weight: sender.weight, ..like.clone() };
+                let job = Job { after: sender.at, tenant: Some(TenantId(tenant as u32)), share: sender.weight, ..like.clone() };
                 self.jobs.push(job);
             }
         }
@@ -330,7 +332,7 @@ mod tests {
         let of = |tenant| workload.jobs.iter().filter(move |job| job.tenant == Some(TenantId(tenant)));
         assert!((2900..3100).contains(&of(0).count()) && of(0).count() + of(1).count() == 4500, "{}", of(0).count());
         assert_eq!(of(1).filter(|job| job.after == 100 * second).count(), 500);
-        assert!(of(1).all(|job| job.weight.get() == 2.0) && workload.jobs.is_sorted_by_key(|job| job.after));
+        assert!(of(1).all(|job| job.share.get() == 2.0) && workload.jobs.is_sorted_by_key(|job| job.after));
         let mut closed = drawn(Arrivals::Closed { clients: 7, think: second }, 1);
         closed.send(&[sender(1.0, 500)], 1);
         assert_eq!(closed.jobs.len(), 4000);

@@ -393,7 +393,7 @@ impl<'a> World<'a> {
         trip.stay = stay;
         let (arrived, excluded) = (trip.answer.arrived, trip.excluded.clone());
         let asked = self.job(job);
-        self.fairness.asked(asked.tenant, asked.weight, size(asked));
+        self.fairness.asked(asked.tenant, asked.share, size(asked));
         match &self.front {
             Front::Gateway(_) => {
                 self.waiting.insert((arrived, id(stay)));
@@ -421,6 +421,7 @@ impl<'a> World<'a> {
             max_output: job.max_output,
             attained: job.attained,
             weight: job.weight,
+            share: job.share,
             expires: self.setup.queue_timeout.map_or(Time::MAX, |timeout| self.now.after(timeout)),
             bytes: job.bytes,
             unscored: job.output == 0,
@@ -833,7 +834,7 @@ mod tests {
     use super::super::{Arrivals, Length, Part};
     use super::*;
     use crate::engine::{Profile, Timing};
-    use crate::scheduler::{Gamma, Limits, MaxOvertake, Order, Policy, PolicyParts, Slots};
+    use crate::scheduler::{Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyParts, Slots};
 
     /// Where prompts are most of the work, an order by work must not be one by answers: what a prompt token costs is learnt from when prompts were computed.
     #[test]
@@ -849,6 +850,7 @@ mod tests {
             max_overtake: MaxOvertake::Auto,
             aging_threshold: Duration::from_secs(120),
             aging_share: 0.1,
+            lead: Lead::Auto,
             overload: false,
         };
         let limits = Limits { queue_requests: 100_000, queue_bytes: u64::MAX, max_output: 4096 };

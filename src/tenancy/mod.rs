@@ -3,10 +3,11 @@
 //! A request shows a key, whose SHA-256 names its tenant. What it takes from its tenant's limits it holds as an [`Admission`]: dropped with the request, that
 //! gives back what was not used, whatever became of it.
 //!
-//! `allowance` so much a minute · `key` making keys.
+//! `allowance` so much a minute · `key` making keys · `priority` how urgent.
 
 mod allowance;
 mod key;
+mod priority;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +20,7 @@ use tokio::time::Instant;
 
 pub use allowance::{Allowance, Standing};
 pub use key::{KeyHash, NewKey, NoChance, NotAHash};
+pub use priority::Priority;
 
 use crate::config::{TenantLimits, TenantSettings};
 use crate::scheduler::{TenantId, Tokens};
@@ -333,7 +335,14 @@ mod tests {
 
     fn settings(name: &str, key: &str, limits: TenantLimits) -> Arc<TenantSettings> {
         let models = Some(BTreeSet::from(["llama".to_owned()]));
-        Arc::new(TenantSettings { name: name.into(), weight: Weight::ONE, models, limits, keys: vec![KeyHash::of(key.as_bytes())] })
+        Arc::new(TenantSettings {
+            name: name.into(),
+            weight: Weight::ONE,
+            max_priority: Priority::Normal,
+            models,
+            limits,
+            keys: vec![KeyHash::of(key.as_bytes())],
+        })
     }
 
     fn headers(name: &'static str, value: &'static str) -> HeaderMap {

@@ -215,6 +215,97 @@ def test_as_many_at_once_as_allowed_and_no_place_is_lost(launch):
     assert queued.result().status_code == 200
 
 
+FLOOD = 30
+
+
+def flooded(launch, keys, **edge):
+    """A backend of one slot that is held, and a flood behind it. Shares decide at once: by default they would let a flood of answers this short be a thousand tokens ahead."""
+    policy = launch.folder / "shares.yaml"
+    policy.write_text("order: headway\ngamma: { target: mean }\ntenant_lead: 0s\n")
+    backend = launch.backend(gate)
+    gateway = launch.gateway(pool("sim", {"url": backend.url, "slots": 1}, **edge), keys=keys.section, policy=str(policy)).healthy(1)
+    calls = [Call(gateway, chat("hold"), headers=bearer(keys.keys["flood"]))]
+    backend.exchange(0)
+    calls += [Call(gateway, chat(f"flood {number}"), headers=bearer(keys.keys["flood"])) for number in range(FLOOD)]
+    gateway.wait_waiting(FLOOD)
+    return backend, gateway, calls
+
+
+def starts(backend, count):
+    """What each of the next requests that reach the backend says, one after another."""
+    prompts = []
+    for index in range(count):
+        exchange = backend.exchange(index)
+        prompts.append(exchange.json["messages"][-1]["content"])
+        exchange.released.set()
+    return prompts
+
+
+def test_a_flood_of_one_tenant_is_not_the_wait_of_another(launch):
+    tenants = Tenants(launch.folder, flood={}, single={})
+    backend, gateway, calls = flooded(launch, tenants)
+    calls.append(Call(gateway, chat("single"), headers=bearer(tenants.keys["single"])))
+    gateway.wait_waiting(FLOOD + 1)
+    order = starts(backend, FLOOD + 2)
+    assert order.index("single") <= 2, order
+    assert {call.result().status_code for call in calls} == {200}
+
+
+def test_priority_by_header_and_by_tier_within_what_the_key_allows(launch):
+    tenants = Tenants(launch.folder, flood={}, humble={"max_priority": "normal"})
+    backend, gateway, calls = flooded(launch, tenants)
+    flood = bearer(tenants.keys["flood"])
+    calls.append(Call(gateway, chat("low", service_tier="flex"), headers=flood))
+    gateway.wait_waiting(FLOOD + 1)
+    calls.append(Call(gateway, chat("normal"), headers=flood))
+    gateway.wait_waiting(FLOOD + 2)
+    calls.append(Call(gateway, chat("tier", service_tier="priority"), headers=flood))
+    gateway.wait_waiting(FLOOD + 3)
+    calls.append(Call(gateway, chat("high"), headers={**flood, "x-headway-priority": "high"}))
+    gateway.wait_waiting(FLOOD + 4)
+    refused = post(gateway, chat(), headers={**flood, "x-headway-priority": "urgent"})
+    assert (refused.status_code, error(refused)["code"]) == (400, "invalid_header")
+    order = starts(backend, FLOOD + 5)
+    assert order[1:3] == ["tier", "high"] and order[-1] == "low", order
+    assert order.index("normal") == FLOOD + 3, order
+    assert {call.result().status_code for call in calls} == {200}
+
+    bound = [Call(gateway, chat("hold"), headers=bearer(tenants.keys["humble"]))]
+    backend.exchange(FLOOD + 5)
+    for name, headers in ("first", {}), ("second", {"x-headway-priority": "high"}):
+        bound.append(Call(gateway, chat(name), headers={**bearer(tenants.keys["humble"]), **headers}))
+        gateway.wait_waiting(len(bound) - 1)
+    for index, name in enumerate(["hold", "first", "second"]):
+        exchange = backend.exchange(FLOOD + 5 + index)
+        assert exchange.json["messages"][-1]["content"] == name, "the key bounds what its requests may ask for"
+        exchange.released.set()
+    assert {call.result().status_code for call in bound} == {200}
+
+
+def test_no_longer_in_the_queue_than_its_first_token_may_take(launch):
+    tenants = Tenants(launch.folder, flood={})
+    backend, gateway, calls = flooded(launch, tenants)
+    headers = bearer(tenants.keys["flood"])
+    refused = post(gateway, chat("hurry"), headers={**headers, "x-slo-ttft-ms": "200"})
+    assert (refused.status_code, error(refused)["code"]) == (429, "queue_timeout")
+    assert int(refused.headers["retry-after"]) >= 1
+    wrong = post(gateway, chat(), headers={**headers, "x-slo-ttft-ms": "soon"})
+    assert (wrong.status_code, error(wrong)["code"]) == (400, "invalid_header")
+    assert "hurry" not in starts(backend, FLOOD + 1)
+    assert {call.result().status_code for call in calls} == {200}
+
+
+def test_one_tenant_leaves_room_in_the_queue_for_others(launch):
+    tenants = Tenants(launch.folder, flood={}, single={})
+    backend, gateway, calls = flooded(launch, tenants, limits={"queue_requests": FLOOD + 3})
+    refused = post(gateway, chat(), headers=bearer(tenants.keys["flood"]))
+    assert (refused.status_code, error(refused)["code"]) == (429, "queue_share")
+    calls += [Call(gateway, chat(), headers=bearer(tenants.keys["single"])) for _ in range(3)]
+    gateway.wait_waiting(FLOOD + 3)
+    starts(backend, FLOOD + 4)
+    assert {call.result().status_code for call in calls} == {200}
+
+
 def test_a_mistake_in_the_keys_file_keeps_the_last_good_one(launch):
     tenants = Tenants(launch.folder, search={})
     gateway = launch.gateway(pool("sim", launch.backend()), keys=tenants.section).healthy(1)

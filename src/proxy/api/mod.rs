@@ -21,6 +21,7 @@ use serde_json::value::RawValue;
 
 use crate::ranker::PromptText;
 use crate::scheduler::Tokens;
+use crate::tenancy::Priority;
 
 pub use depth::MAX_DEPTH;
 pub use splice::{Payload, Splices};
@@ -90,6 +91,8 @@ pub struct Prompt {
     pub single: bool,
     /// The client asked for a usage chunk at the end of its stream.
     pub include_usage: bool,
+    /// How urgent it is, by OpenAI's `service_tier`.
+    pub priority: Option<Priority>,
     /// Where the fields stand that may have to change.
     places: Places,
 }
@@ -181,6 +184,7 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         max_output: None,
         single: false,
         include_usage: false,
+        priority: None,
         places: Places {
             // The body parsed as an object, so it has a brace.
             front: body.iter().position(|&b| b == b'{').map_or(0, |at| at + 1),
@@ -206,6 +210,8 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         Api::Responses => count(fields.max_output_tokens, "max_output_tokens")?,
         Api::Completions | Api::Messages | Api::Other => count(fields.max_tokens, "max_tokens")?,
     };
+    // A tier of the backend's own says nothing here.
+    prompt.priority = fields.service_tier.and_then(string).and_then(|tier| Priority::of_tier(&tier));
     let answers = count(fields.n, "n")?.unwrap_or(1).max(1);
     prompt.max_output = limit.map(|limit| limit.saturating_mul(answers));
 
@@ -256,6 +262,7 @@ impl Prompt {
             max_output: None,
             single: false,
             include_usage: false,
+            priority: None,
             places: Places { form_model, ..Places::default() },
         }
     }
@@ -315,6 +322,7 @@ struct Fields<'a> {
     model: Vec<&'a RawValue>,
     priority: Vec<&'a RawValue>,
     stream_options: Vec<&'a RawValue>,
+    service_tier: Option<&'a RawValue>,
     stream: Option<&'a RawValue>,
     max_tokens: Option<&'a RawValue>,
     max_completion_tokens: Option<&'a RawValue>,
@@ -333,6 +341,7 @@ struct Fields<'a> {
 enum Field {
     Model,
     Priority,
+    ServiceTier,
     StreamOptions,
     Stream,
     MaxTokens,
@@ -380,6 +389,7 @@ impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
                             map.next_value::<serde::de::IgnoredAny>()?;
                             continue;
                         }
+                        Field::ServiceTier => &mut fields.service_tier,
                         Field::Stream => &mut fields.stream,
                         Field::MaxTokens => &mut fields.max_tokens,
                         Field::MaxCompletionTokens => &mut fields.max_completion_tokens,

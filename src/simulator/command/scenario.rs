@@ -239,6 +239,7 @@ fn parts(policy: &Policy) -> PolicyParts {
         max_overtake: policy.max_overtake(),
         aging_threshold: policy.aging_threshold(),
         aging_share: policy.aging_share(),
+        lead: policy.lead(),
         overload: policy.overload(),
     }
 }

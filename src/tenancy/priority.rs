@@ -1,0 +1,43 @@
+//! How urgent a request is.
+
+use crate::scheduler::Weight;
+
+/// A request's priority, the least urgent first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    Low,
+    #[default]
+    Normal,
+    High,
+}
+
+impl Priority {
+    /// The priority of this name, as configuration and clients write it.
+    pub fn named(name: &str) -> Option<Priority> {
+        match name {
+            "low" => Some(Priority::Low),
+            "normal" => Some(Priority::Normal),
+            "high" => Some(Priority::High),
+            _ => None,
+        }
+    }
+
+    /// What OpenAI's `service_tier` asks for, where it asks for anything: `flex` and `priority`.
+    pub fn of_tier(tier: &str) -> Option<Priority> {
+        match tier {
+            "flex" => Some(Priority::Low),
+            "priority" => Some(Priority::High),
+            _ => None,
+        }
+    }
+
+    /// By how much it goes ahead in orders that boost: it counts as so many times less work.
+    pub fn weight(self) -> Weight {
+        let weight = match self {
+            Priority::Low => 0.25,
+            Priority::Normal => 1.0,
+            Priority::High => 4.0,
+        };
+        Weight::new(weight).unwrap_or(Weight::ONE)
+    }
+}
