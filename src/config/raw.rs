@@ -135,6 +135,7 @@ pub(super) struct Edge {
     pub drain: Option<Leaf<Duration>>,
     pub half_close: Option<Leaf<bool>>,
     pub headers: Option<Leaf<bool>>,
+    pub keepalive: Option<Leaf<Duration>>,
 }
 
 #[derive(Default, Deserialize)]

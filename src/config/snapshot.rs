@@ -179,6 +179,8 @@ pub struct Edge {
     pub half_close: bool,
     /// Whether `x-headway-*` response headers are sent.
     pub headers: bool,
+    /// How often a stream that waits for its answer gets a comment, and how long it waits for the first one; `None`: no comments.
+    pub keepalive: Option<Duration>,
 }
 
 impl Default for Edge {
@@ -192,6 +194,7 @@ impl Default for Edge {
             drain: Duration::from_secs(120),
             half_close: false,
             headers: true,
+            keepalive: None,
         }
     }
 }

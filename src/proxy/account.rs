@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use http::request::Parts;
@@ -78,6 +79,8 @@ pub struct Account {
     noted: Option<Box<(Arc<TrainingLog>, PromptText)>>,
     /// Where its usage is to be written down; gone once that is done.
     usage_log: Option<Arc<UsageLog>>,
+    /// Tells who waits for its answer that it is a stream.
+    streams: Option<Arc<AtomicBool>>,
     status: u16,
     reason: &'static str,
     /// The backend's answer and what its status is called.
@@ -127,6 +130,7 @@ impl Account {
             compared: None,
             noted: None,
             usage_log: None,
+            streams: None,
             status: CLIENT_LEFT.0,
             reason: CLIENT_LEFT.1,
             answer: CLIENT_LEFT,
@@ -185,6 +189,18 @@ impl Account {
     pub fn explain_limits(&self, headers: &mut HeaderMap) {
         if let Some(tenant) = &self.tenant {
             tenant.explain(headers);
+        }
+    }
+
+    /// Whoever has this is told when it is known to be a stream of events.
+    pub fn is_awaited(&mut self, streams: Arc<AtomicBool>) {
+        self.streams = Some(streams);
+    }
+
+    /// Its answer will be a stream of events, unless something goes wrong.
+    pub fn streams(&self) {
+        if let Some(streams) = &self.streams {
+            streams.store(true, Ordering::Relaxed);
         }
     }
 

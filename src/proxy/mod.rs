@@ -20,6 +20,7 @@ mod resume;
 pub mod server;
 pub mod stream;
 pub mod upstream;
+mod waiting;
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -80,6 +81,14 @@ enum Answered {
     Streaming { head: reply_head::Parts, upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, again: Option<Box<Again>> },
 }
 
+/// What a client can be told.
+struct Told {
+    ended: Result<Answered, Failure>,
+    account: Account,
+    /// What the client still sends.
+    body: Option<Incoming>,
+}
+
 /// What is sent, whichever backend it goes to.
 struct Outgoing {
     /// Headers as the client sent them, without those that end here.
@@ -120,24 +129,16 @@ impl Handler for Proxy {
         // Who expects to be told to go on has not sent the body, and does not when it is refused.
         let expects = head.headers.contains_key(EXPECT);
         let request_id = headers::request_id(&head.headers);
-        let mut account = Account::open(&self.gateway, &mut head, request_id);
-        let mut body = Some(body);
-        let mut cut = self.cut.subscribe();
-        let ended = tokio::select! {
-            biased;
-            ended = self.answer(head, &mut body, &mut account) => ended,
-            // The sender lives as long as this handler.
-            _ = cut.wait_for(|cut| *cut) => Err(Failure::ShuttingDown),
+        let account = Account::open(&self.gateway, &mut head, request_id);
+        let Told { ended, account, body } = match self.gateway.live().snapshot.edge.keepalive {
+            None => self.story(head, body, account).await,
+            Some(every) => match waiting::wait(Arc::clone(&self), every, head, body, account).await {
+                Ok(told) => told,
+                Err(response) => return response,
+            },
         };
         match ended {
-            Ok(answered) => {
-                if matches!(answered, Answered::Whole(_))
-                    && let Some(written) = account.seal(false)
-                {
-                    written.await;
-                }
-                self.reply(answered, account)
-            }
+            Ok(answered) => self.reply(answered, account),
             Err(failure) => {
                 let gone = matches!(failure, Failure::Body(BodyError::Timeout(_) | BodyError::Broken));
                 refuse(&failure, account, body.filter(|_| !expects && !gone))
@@ -179,6 +180,24 @@ impl Proxy {
         self.bodies.used()
     }
 
+    /// One request, until there is something to tell its client.
+    async fn story(&self, head: Parts, body: Incoming, mut account: Account) -> Told {
+        let mut body = Some(body);
+        let mut cut = self.cut.subscribe();
+        let ended = tokio::select! {
+            biased;
+            ended = self.answer(head, &mut body, &mut account) => ended,
+            // The sender lives as long as this handler.
+            _ = cut.wait_for(|cut| *cut) => Err(Failure::ShuttingDown),
+        };
+        if matches!(ended, Ok(Answered::Whole(_)))
+            && let Some(written) = account.seal(false)
+        {
+            written.await;
+        }
+        Told { ended, account, body }
+    }
+
     /// One request, from its head to the head of its answer. `body` is left where it was not read.
     async fn answer(&self, mut head: Parts, body: &mut Option<Incoming>, account: &mut Account) -> Result<Answered, Failure> {
         // One value for the whole request: a reload in between changes nothing for it.
@@ -218,6 +237,9 @@ impl Proxy {
         account.goes_to(routed.settings);
         let most = if api.is_scored() { most_output(&prompt, routed.settings.limits.max_output) } else { 0 };
         account.admit(prompt.prompt_tokens, most)?;
+        if prompt.stream && api.is_scored() {
+            account.streams();
+        }
 
         // Each pool has a clock of its own.
         let ready = Instant::now();

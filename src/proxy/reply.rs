@@ -16,6 +16,7 @@ use super::response::Failure;
 use super::resume::Again;
 use super::stream::{Finish, Observer, Seen};
 use super::upstream::{AnswerBody, UpstreamError};
+use super::waiting::Waiting;
 use crate::config::SlowStream;
 use crate::dispatcher::Permit;
 use crate::fleet::Observation;
@@ -36,6 +37,8 @@ pub enum ReplyBody {
     Lingering(Box<Lingering>),
     /// From a backend.
     Streaming(Box<Reply>),
+    /// Comments, until there is an answer.
+    Waiting(Box<Waiting>),
     /// From the next backend, once there is one: the answer, and what the client gets before it goes on or at its end.
     Resuming(Pin<Box<dyn Future<Output = (Box<Reply>, Bytes)> + Send>>),
 }
@@ -81,6 +84,10 @@ impl Body for ReplyBody {
                         }
                     }
                 },
+                ReplyBody::Waiting(waiting) => match ready!(waiting.poll_next(cx)) {
+                    Ok(comment) => return Poll::Ready(Some(Ok(Frame::data(comment)))),
+                    Err(answer) => *self = answer,
+                },
                 ReplyBody::Resuming(going_on) => {
                     let (reply, bytes) = ready!(going_on.as_mut().poll(cx));
                     *self = ReplyBody::Streaming(reply);
@@ -99,7 +106,7 @@ impl Body for ReplyBody {
     fn size_hint(&self) -> SizeHint {
         match self {
             ReplyBody::Whole(bytes) => SizeHint::with_exact(bytes.len() as u64),
-            ReplyBody::Lingering(_) | ReplyBody::Resuming(_) => SizeHint::default(),
+            ReplyBody::Lingering(_) | ReplyBody::Waiting(_) | ReplyBody::Resuming(_) => SizeHint::default(),
             ReplyBody::Streaming(reply) => reply.length().map_or_else(SizeHint::default, SizeHint::with_exact),
         }
     }

@@ -212,6 +212,14 @@ impl Failure {
     }
 }
 
+/// A document of a backend as an event of a stream.
+pub fn event_of(api: Api, document: &[u8]) -> Bytes {
+    let name: &[u8] = if matches!(api, Api::Messages | Api::Responses) { b"event: error\n" } else { b"" };
+    // Line ends stand between JSON's tokens only.
+    let line: Vec<u8> = document.iter().map(|&byte| if matches!(byte, b'\r' | b'\n') { b' ' } else { byte }).collect();
+    Bytes::from([name, b"data: ", &line, b"\n\n"].concat())
+}
+
 fn status_of(reason: Reason) -> StatusCode {
     match reason {
         Reason::QueueFull | Reason::QueueBytes | Reason::QueueShare | Reason::Expired | Reason::Shed => StatusCode::TOO_MANY_REQUESTS,

@@ -1,0 +1,113 @@
+//! A stream whose answer has not begun: its client is sent comments, so that nothing between cuts the connection for being idle.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use http::request::Parts;
+use http::{Response, StatusCode};
+use hyper::body::Incoming;
+use tokio::time::{Instant, Sleep};
+
+use super::account::Account;
+use super::reply::{Reply, ReplyBody};
+use super::response::event_of;
+use super::{Answered, MOST_READ, Proxy, Told, headers};
+
+/// Waits for what the request comes to. A stream for which that takes longer than `every` is answered with its head and comments instead.
+pub(super) async fn wait(proxy: Arc<Proxy>, every: Duration, head: Parts, body: Incoming, mut account: Account) -> Result<Told, Response<ReplyBody>> {
+    let (streams, committed) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
+    account.is_awaited(Arc::clone(&streams));
+    let id = account.request_id_header().clone();
+    let since = Instant::now();
+    let mut tick = Box::pin(tokio::time::sleep(every));
+    let mut story: Story = Box::pin({
+        let (proxy, committed) = (Arc::clone(&proxy), Arc::clone(&committed));
+        async move {
+            let told = proxy.story(head, body, account).await;
+            // Without a head of its own, what is no stream has to fit into an event.
+            if committed.load(Ordering::Relaxed) { in_one_piece(told).await } else { told }
+        }
+    });
+    loop {
+        tokio::select! {
+            biased;
+            told = &mut story => return Ok(told),
+            () = &mut tick => {}
+        }
+        if streams.load(Ordering::Relaxed) {
+            break;
+        }
+        tick.as_mut().reset(Instant::now() + every);
+    }
+    committed.store(true, Ordering::Relaxed);
+    let mut response = Response::new(ReplyBody::Waiting(Box::new(Waiting { proxy, story, every, tick: None, since })));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+    headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert(headers::REQUEST_ID, id);
+    Err(response)
+}
+
+type Story = Pin<Box<dyn Future<Output = Told> + Send>>;
+
+/// Reads an answer that is no stream of events.
+async fn in_one_piece(mut told: Told) -> Told {
+    match told.ended {
+        Ok(Answered::Streaming { head, mut upstream, observer: None, ending, permit, .. }) => {
+            let bytes = upstream.whole(MOST_READ).await;
+            permit.finish(ending);
+            told.ended = bytes.map(|bytes| {
+                told.account.succeeded();
+                Answered::Whole(Response::from_parts(head, bytes.unwrap_or_default()))
+            });
+            told
+        }
+        _ => told,
+    }
+}
+
+/// The body of an answer that has not begun.
+pub struct Waiting {
+    proxy: Arc<Proxy>,
+    story: Story,
+    every: Duration,
+    /// `None` before the first comment.
+    tick: Option<Pin<Box<Sleep>>>,
+    since: Instant,
+}
+
+impl Waiting {
+    /// The next comment, or what comes instead of more of them.
+    pub(super) fn poll_next(&mut self, cx: &mut Context<'_>) -> Poll<Result<Bytes, ReplyBody>> {
+        if let Poll::Ready(told) = self.story.as_mut().poll(cx) {
+            return Poll::Ready(Err(self.answer(told)));
+        }
+        if let Some(tick) = &mut self.tick {
+            ready!(tick.as_mut().poll(cx));
+        }
+        let tick = self.tick.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.every)));
+        tick.as_mut().reset(Instant::now() + self.every);
+        // Whoever polls next waits for this one.
+        _ = tick.as_mut().poll(cx);
+        Poll::Ready(Ok(Bytes::from(format!(": waiting {}s\n\n", self.since.elapsed().as_secs()))))
+    }
+
+    fn answer(&self, told: Told) -> ReplyBody {
+        let Told { ended, mut account, .. } = told;
+        match ended {
+            Ok(Answered::Streaming { upstream, observer, ending, permit, again, .. }) => {
+                ReplyBody::Streaming(Box::new(Reply::new(upstream, observer, ending, permit, again, self.proxy.cut.subscribe(), account)))
+            }
+            Ok(Answered::Whole(response)) => ReplyBody::Whole(event_of(account.api(), response.body())),
+            Err(failure) => {
+                account.told(StatusCode::OK, failure.verdict().1);
+                ReplyBody::Whole(failure.event(account.api(), account.request_id()))
+            }
+        }
+    }
+}
