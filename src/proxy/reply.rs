@@ -380,8 +380,14 @@ impl Reply {
                     // Clients take the dialect's last word for the end.
                     let seen = *observer.seen();
                     upstream.told(seen.here());
-                    if seen.done && self.seals(Some(seen), &out) {
-                        continue;
+                    if seen.done {
+                        // Who leaves now has got everything.
+                        if !seen.error {
+                            self.account.succeeded();
+                        }
+                        if self.seals(Some(seen), &out) {
+                            continue;
+                        }
                     }
                     if !out.is_empty() {
                         return Poll::Ready(Next::Bytes(out));

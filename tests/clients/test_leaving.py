@@ -149,3 +149,22 @@ def test_many_leave_at_once(launch):
     gateway.wait_idle()
     wait_for(lambda: engine.state()["running"] == 0, engine.state)
     assert httpx.post(gateway.url + CHAT, json=chat(max_tokens=3), timeout=30).status_code == 200
+
+
+def test_who_leaves_after_the_last_word_has_not_left(launch):
+    """Clients close at `[DONE]`; whether the backend has closed its side by then is chance."""
+
+    def never_ends(exchange):
+        exchange.start_stream()
+        exchange.word("hello")
+        exchange.chunk("data: [DONE]\n\n")
+        exchange.wait_left()
+
+    gateway = launch.gateway(pool("sim", launch.backend(never_ends))).healthy(1)
+    client = Client(gateway, chat(stream=True))
+    data = client.read_some()
+    while b"[DONE]" not in data:
+        data += client.socket.recv(4096)
+    client.leave()
+    gateway.until(lambda: 'reason="ok"' in gateway.output() or "client_left" in gateway.output(), "its end is told")
+    assert "client_left" not in gateway.output()
