@@ -33,6 +33,7 @@
 //! | [`engine`] | a model of a continuous-batching engine, and a server that runs it in real time | as `scheduler`, but for its server |
 //! | [`simulator`] | the scheduler and the engine model under virtual time: policies compared, and broken by seed | dispatcher, proxy |
 //! | [`demo`] | the gateway, three simulated engines and a load in one process | |
+//! | `top` | what operators see, in a terminal | |
 //! | [`training`] | lengths to ranker weights | proxy, dispatcher |
 //!
 //! `cargo check --no-default-features` builds the pure core alone, and a test reads every `use crate::` line against this table.

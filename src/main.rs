@@ -12,6 +12,7 @@ use headway::training;
 
 mod demo;
 mod serve;
+mod top;
 
 #[derive(Parser)]
 #[command(name = "headway", version, about)]
@@ -26,6 +27,8 @@ enum Command {
     Serve(serve::Args),
     /// Run three simulated backends, the gateway in front, and one workload under fcfs and under headway
     Demo(demo::Args),
+    /// Show a running gateway in the terminal
+    Top(top::Args),
     /// Check a configuration file as start and reload do
     Check {
         /// The file
@@ -55,6 +58,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => serve::run(&args),
         Command::Demo(args) => demo::run(&args),
+        Command::Top(args) => top::run(&args),
         Command::Check { file } => check(&file),
         Command::Engine(args) => serve::runtime().and_then(|runtime| Ok(runtime.block_on(engine::run(args))?)),
         Command::Simulate(args) => simulator::run(&args),

@@ -148,13 +148,15 @@ fn past(gateway: &Gateway, settings: Option<&config::Pool>, ended: &Ended, calib
         let limits = &settings.timeouts;
         let fired = |reason: &str| ended.reason == reason;
         let before_first = ended.first_token.zip(ended.released).map(|(first, released)| first.saturating_sub(released));
-        shown["timeouts"] = json!([
+        let mut timeouts = vec![
             wait("queue", limits.queue, ended.queued, fired("queue_timeout")),
             wait("connect", limits.connect, None, fired("connect_timeout")),
             wait("first_byte", limits.first_byte, before_first, fired("first_byte_timeout")),
             wait("inter_chunk", limits.inter_chunk, None, fired("inter_chunk_timeout")),
             wait("total", limits.total, Some(ended.total), fired("total_timeout")),
-        ]);
+        ];
+        timeouts.extend(settings.slow_stream.map(|floor| wait("slow_stream", floor.over, None, fired("slow_stream"))));
+        shown["timeouts"] = timeouts.into();
     }
     if let (Some(pool), Some(released)) = (ended.pool.as_deref(), ended.released_at()) {
         passed(&mut shown, &mut story, &crowd(gateway, pool), ended.arrived(), released, Some(ended));

@@ -26,7 +26,7 @@ use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::net::TcpSocket;
 use tokio::sync::Semaphore;
 
@@ -112,6 +112,7 @@ fn router(admin: Admin) -> Router {
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(ready))
         .route("/metrics", get(show_metrics))
+        .route("/admin/openapi.json", get(openapi))
         .route("/admin/events", get(events))
         .route("/admin/explain/{request}", get(explain_request))
         .route("/admin/whatif", post(what_if))
@@ -128,10 +129,25 @@ fn router(admin: Admin) -> Router {
         .with_state(admin)
 }
 
-async fn index() -> &'static str {
-    "headway\n\nGET  /\nGET  /healthz\nGET  /readyz\nGET  /metrics\nGET  /admin/events\nGET  /admin/explain/{request}\nPOST /admin/whatif\nGET  /admin/pools\nGET  /admin/tenants\nGET  /admin/config\nPOST /admin/reload\n\
-     GET  /admin/ranker\nPOST /admin/ranker/reload\nPOST /admin/ranker/rollback\n\
-     POST /admin/backends/{pool}/{id}/drain\nPOST /admin/backends/{pool}/{id}/undrain\n"
+/// The document of everything that is served here, in OpenAPI 3.1.
+const OPENAPI: &str = include_str!("openapi.json");
+
+async fn openapi() -> Response {
+    ([(CONTENT_TYPE, "application/json")], OPENAPI).into_response()
+}
+
+/// What the document has, a line each.
+async fn index() -> String {
+    // A test parses what is built in.
+    let document: Value = serde_json::from_str(OPENAPI).unwrap_or_default();
+    let mut lines = String::from("headway\n\n");
+    for (path, methods) in document["paths"].as_object().into_iter().flatten() {
+        for (method, operation) in methods.as_object().into_iter().flatten() {
+            let summary = operation["summary"].as_str().unwrap_or_default();
+            lines.push_str(&format!("{:<4} {path:<38} {summary}\n", method.to_uppercase()));
+        }
+    }
+    lines
 }
 
 /// A page of another site can make an operator's browser send a POST here. Browsers say so in `origin`; tools do not send it.

@@ -5,7 +5,6 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde_json::Value;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
@@ -301,4 +300,27 @@ async fn two_gateways_share_an_address_only_when_one_takes_over() {
     let error = start(Arc::clone(&gateway), None, false).await.unwrap_err();
     assert!(error.to_string().contains(&first.address.to_string()), "{error}");
     assert_eq!(start(gateway, None, true).await.unwrap(), first.address);
+}
+
+#[tokio::test]
+async fn the_document_has_every_route_and_no_other() {
+    let setup = setup().await;
+    let (status, document) = setup.json("GET", "/admin/openapi.json").await;
+    assert_eq!((status, document["openapi"].as_str()), (200, Some("3.1.0")));
+    let documented: BTreeSet<&str> = document["paths"].as_object().unwrap().keys().map(String::as_str).collect();
+    let source = include_str!("mod.rs");
+    let served: BTreeSet<&str> = source.split(".route(\"").skip(1).filter_map(|call| Some(call.split_once('"')?.0)).collect();
+    assert_eq!(served, documented, "served (left) and documented (right)");
+    let (_, index) = setup.get("/admin").await;
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        for method in methods.as_object().unwrap().keys() {
+            let line = format!("{:<4} {path} ", method.to_uppercase());
+            assert!(index.contains(&line), "{line} is not in\n{index}");
+        }
+    }
+    // What is referred to is there.
+    let text = document.to_string();
+    for name in text.split("#/components/schemas/").skip(1).filter_map(|rest| rest.split('"').next()) {
+        assert!(document["components"]["schemas"][name].is_object(), "{name}");
+    }
 }
