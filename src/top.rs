@@ -286,7 +286,7 @@ mod tests {
             "scores of m: tau 0.50, trusted, 700 answers",
             "10.0.0.1:8000             healthy       3/4   25%       ?        2  ▂█",
             "quiet   does not answer",
-            "    4  queue_[2Jfull              429    1 min ago chat, m",
+            "    4  queue_[2Jfull              429   75.0 s ago chat, m",
         ] {
             assert!(drawn.contains(part), "{part} is not in\n{drawn}");
         }
