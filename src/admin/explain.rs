@@ -72,6 +72,7 @@ fn present(gateway: &Gateway, live: &Live, settings: &config::Pool, runtime: &Po
             shown["state"] = json!("waits");
             shown["position"] = json!(position.ahead + 1);
             shown["phi"] = json!(phi);
+            shown["stands_back"] = json!(position.stands_back);
             shown["boost_seconds"] = json!(rounded(boost));
             shown["aged"] = json!(aged);
             shown["overtaken_by"] = json!({ "count": position.overtaken_by, "examples": others(&position.overtaking, request, &found.labels) });
@@ -86,6 +87,9 @@ fn present(gateway: &Gateway, live: &Live, settings: &config::Pool, runtime: &Po
                 position.overtaken_by,
                 position.overtakes
             ));
+            if position.stands_back {
+                story.push("Its tenant has had more than its share of the pool: requests of others go first, whatever their keys.".into());
+            }
             if aged {
                 story.push("It is aged: a share of all releases goes to the oldest, whatever their keys.".into());
             }

@@ -58,8 +58,10 @@ pub enum StageView {
 /// Where a waiting request stands among the others.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Position {
-    /// How many of its queue go before it, by their keys.
+    /// How many of its queue go before it, as things are.
     pub ahead: usize,
+    /// Its tenant has had more than its share: whoever else waits goes first.
+    pub stands_back: bool,
     /// Of those, how many arrived after it: they overtake it.
     pub overtaken_by: usize,
     /// How many behind it arrived before it: it overtakes them.
@@ -97,10 +99,16 @@ impl Scheduler {
             Stage::Running { .. } => None,
             Stage::Waiting { phi, .. } => {
                 let own = Key { phi, place: entry.place };
-                let mut position = Position { ahead: 0, overtaken_by: 0, overtakes: 0, overtaking: Vec::new(), overtaken: Vec::new() };
-                for key in backend.queue.keys().filter(|key| *key != own) {
+                let stands_back = backend.queue.is_ahead(entry.tenant());
+                let mut position = Position { ahead: 0, stands_back, overtaken_by: 0, overtakes: 0, overtaking: Vec::new(), overtaken: Vec::new() };
+                let mut passed = false;
+                for key in backend.queue.keys() {
+                    if key == own {
+                        passed = true;
+                        continue;
+                    }
                     let other = self.table.get(key.place.slot());
-                    if key < own {
+                    if !passed {
                         position.ahead += 1;
                         if other.arrived > entry.arrived {
                             position.overtaken_by += 1;

@@ -211,7 +211,7 @@ impl Queue {
         self.measure();
     }
 
-    fn is_ahead(&self, tenant: Option<TenantId>) -> bool {
+    pub fn is_ahead(&self, tenant: Option<TenantId>) -> bool {
         self.tenants.get(&tenant).is_some_and(|waiting| waiting.service > self.most)
     }
 
