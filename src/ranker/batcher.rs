@@ -272,12 +272,16 @@ impl Drop for Worker {
     }
 }
 
+/// The priority below which Linux has none.
+#[cfg(target_os = "linux")]
+const LOWEST: i32 = 19;
+
 /// Scoring must not take the processor from threads that move bytes: a score that comes late is a smaller loss than a token that does.
 fn yield_to_the_proxy() {
     #[cfg(target_os = "linux")]
     {
         // SAFETY: takes and returns integers only. Process 0 is, on Linux, the calling thread.
-        let failed = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) } != 0;
+        let failed = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST) } != 0;
         if failed {
             tracing::debug!(error = %std::io::Error::last_os_error(), "the ranker keeps normal priority");
         }

@@ -5,6 +5,9 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
 use super::loops::{activate, add, dot, normalise, scale_and_shift, softmax};
 use super::model::{Activation, Config, ENCODER, HEAD};
 use super::product::{Processor, Rows};
@@ -64,13 +67,42 @@ struct Layer {
     norm: Norm,
 }
 
+/// Embeddings of the vocabulary, half of all weights; in half precision where that is what they are.
+enum Words {
+    Half(Vec<f16>),
+    Single(Vec<f32>),
+}
+
+impl Words {
+    fn of(values: Vec<f32>) -> Words {
+        let halves: Vec<f16> = values.iter().map(|value| f16::from_f32(*value)).collect();
+        let exact = halves.iter().zip(&values).all(|(half, value)| half.to_f32() == *value);
+        if exact { Words::Half(halves) } else { Words::Single(values) }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Words::Half(values) => values.len(),
+            Words::Single(values) => values.len(),
+        }
+    }
+
+    /// The values from `at` on, as many as `row` takes.
+    fn copy(&self, at: usize, row: &mut [f32]) {
+        match self {
+            Words::Half(values) => values[at..][..row.len()].convert_to_f32_slice(row),
+            Words::Single(values) => row.copy_from_slice(&values[at..][..row.len()]),
+        }
+    }
+}
+
 /// A BERT and its head, packed for this processor.
 pub struct Encoder {
     processor: Processor,
     hidden: usize,
     heads: usize,
     activation: Activation,
-    words: Vec<f32>,
+    words: Words,
     /// Each position's embedding with the first segment's, which is everyone's.
     positions: Vec<f32>,
     norm: Norm,
@@ -141,7 +173,7 @@ impl Encoder {
             hidden,
             heads: config.num_attention_heads,
             activation: config.hidden_act,
-            words: table("word_embeddings", config.vocab_size)?,
+            words: Words::of(table("word_embeddings", config.vocab_size)?),
             positions,
             norm: norm(format!("{ENCODER}.embeddings.LayerNorm"))?,
             layers: (0..config.num_hidden_layers).map(layer).collect::<Result<_, RankerError>>()?,
@@ -214,7 +246,7 @@ impl Encoder {
         let hidden = self.hidden;
         let pieces = batch.iter().flat_map(|pieces| pieces.ids().iter().zip(self.positions.chunks_exact(hidden)));
         for (row, (id, position)) in x.chunks_exact_mut(hidden).zip(pieces) {
-            row.copy_from_slice(&self.words[*id as usize * hidden..][..hidden]);
+            self.words.copy(*id as usize * hidden, row);
             add(row, position);
             self.norm.forward(row);
         }

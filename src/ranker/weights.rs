@@ -1,5 +1,6 @@
 //! A model directory: read, verified, named. Nothing is served that has not passed every check here.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
@@ -175,8 +176,10 @@ impl Package {
         }
         let device = open(device)?;
         let tensors = tensors(&weights)?;
+        // As little as possible stands in memory twice.
+        drop(weights);
         let engine = if device.is_cpu() {
-            Engine::Cpu(Box::new(encoder(&tensors, &config)?))
+            Engine::Cpu(Box::new(encoder(tensors, &config)?))
         } else {
             let vb = VarBuilder::from_tensors(tensors, DType::F32, &device);
             Engine::Gpu(Box::new(Model::new(&config, vb).map_err(|error| RankerError::Weights(error.to_string()))?))
@@ -231,10 +234,11 @@ impl batcher::Model for Package {
     }
 }
 
-/// The encoder of these tensors, which are in f32 on the CPU.
-pub(crate) fn encoder(tensors: &HashMap<String, Tensor>, config: &Config) -> Result<Encoder, RankerError> {
+/// The encoder of these tensors, which are in f32 on the CPU; each is let go as it is packed.
+pub(crate) fn encoder(tensors: HashMap<String, Tensor>, config: &Config) -> Result<Encoder, RankerError> {
+    let tensors = RefCell::new(tensors);
     Encoder::new(config, |name, shape| {
-        let tensor = tensors.get(name).ok_or_else(|| RankerError::Weights(format!("there is no tensor {name}")))?;
+        let tensor = tensors.borrow_mut().remove(name).ok_or_else(|| RankerError::Weights(format!("there is no tensor {name}")))?;
         if tensor.dims() != shape {
             return Err(RankerError::Weights(format!("{name} has the shape {:?}, not {shape:?}", tensor.dims())));
         }

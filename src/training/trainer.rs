@@ -130,7 +130,7 @@ impl Trainee {
         let forward: Forward = match &self.passes {
             Passes::Cpu => {
                 // As it will serve.
-                let encoder = weights::encoder(&self.tensors()?.into_iter().collect(), &self.config).map_err(candle_core::Error::wrap)?;
+                let encoder = weights::encoder(self.tensors()?.into_iter().collect(), &self.config).map_err(candle_core::Error::wrap)?;
                 Box::new(move |batch| encoder.scores(batch).map_err(candle_core::Error::wrap))
             }
             Passes::Candle { model, .. } => Box::new(|batch| model.forward(batch)?.to_vec1()),
