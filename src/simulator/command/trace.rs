@@ -1,4 +1,4 @@
-//! Recorded workloads: CSV with a header, plain or gzipped.
+//! Recorded workloads: CSV with a header, or the gateway's access log as JSON; plain or gzipped.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -6,6 +6,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use flate2::read::MultiGzDecoder;
+use serde::Deserialize;
 
 use super::super::Job;
 use crate::config::reading::{ConfigError, Problem};
@@ -33,7 +34,52 @@ pub(super) fn read(path: &Path) -> Result<Vec<Job>, ConfigError> {
     let zipped = path.extension().is_some_and(|extension| extension == "gz");
     let reader: Box<dyn Read> = if zipped { Box::new(MultiGzDecoder::new(file)) } else { Box::new(file) };
     let lines = BufReader::new(reader).lines().collect::<Result<Vec<String>, _>>().map_err(unreadable)?;
-    parse(path, &lines)
+    if lines.first().is_some_and(|line| line.trim_start().starts_with('{')) { parse_log(path, &lines) } else { parse(path, &lines) }
+}
+
+/// What a line of the access log says of a request, as far as it says the same again in a simulation.
+#[derive(Deserialize)]
+struct Logged {
+    /// When it was over.
+    timestamp: String,
+    total_ms: f64,
+    prompt_tokens: Option<Tokens>,
+    output_tokens: Option<Tokens>,
+    score: Option<f32>,
+}
+
+/// Reads what was answered from the log of `headway serve --log json`; all other lines are passed over.
+fn parse_log(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
+    let mut requests: Vec<(f64, Job)> = Vec::new();
+    for line in lines {
+        let Ok(Logged { timestamp, total_ms, prompt_tokens: Some(prompt), output_tokens: Some(output), score }) = serde_json::from_str(line) else {
+            continue;
+        };
+        if let Some(ended) = seconds(&timestamp) {
+            let score = score.and_then(Score::new);
+            requests.push((ended - total_ms / 1e3, Job { score, ..Job::new(prompt, output) }));
+        }
+    }
+    requests.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let Some(start) = requests.first().map(|(arrived, _)| *arrived) else {
+        let hint = "a log has a line for each request if it is written by headway serve --log json";
+        return Err(ConfigError::of_file(path, "there is no request".into(), hint.into()));
+    };
+    let at = |(arrived, job): (f64, Job)| Job { after: Duration::from_secs_f64(arrived - start), ..job };
+    Ok(requests.into_iter().map(at).collect())
+}
+
+/// Seconds since 1970 of a time such as 2026-11-30T17:05:59.123456Z.
+fn seconds(timestamp: &str) -> Option<f64> {
+    let (date, time) = timestamp.strip_suffix('Z')?.split_once('T')?;
+    let numbers = |text: &str, by: char| text.split(by).map(|part| part.parse::<f64>().ok()).collect::<Option<Vec<f64>>>();
+    let (date, time) = (numbers(date, '-')?, numbers(time, ':')?);
+    let ([year, month, day], [hours, minutes, seconds]) = (date[..].try_into().ok()?, time[..].try_into().ok()?);
+    // Years begin in March, so that a leap day is the last of one.
+    let (year, month): (f64, f64) = if month > 2.0 { (year, month - 3.0) } else { (year - 1.0, month + 9.0) };
+    let leap_days = (year / 4.0).floor() - (year / 100.0).floor() + (year / 400.0).floor();
+    let days = year * 365.0 + leap_days + ((153.0 * month + 2.0) / 5.0).floor() + day - 719_469.0;
+    Some(days * 86_400.0 + hours * 3_600.0 + minutes * 60.0 + seconds)
 }
 
 fn parse(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
@@ -99,6 +145,24 @@ mod tests {
         assert_eq!(jobs.iter().map(|job| (job.prompt, job.output)).collect::<Vec<_>>(), [(1, 20), (100, 10)], "by arrival");
         assert_eq!((jobs[0].max_output, jobs[1].max_output), (None, Some(7)));
         assert_eq!((jobs[1].after, jobs[1].score, jobs[0].score), (Duration::from_millis(2500), Score::new(0.5), None));
+    }
+
+    #[test]
+    fn an_access_log_is_a_trace() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("headway.log");
+        let log = r#"{"timestamp":"2024-03-01T00:00:01.500000Z","level":"INFO","target":"access","reason":"ok","total_ms":2000.0,"prompt_tokens":70,"output_tokens":8,"score":0.25}
+{"timestamp":"2024-03-01T00:00:01.6Z","level":"INFO","target":"headway","message":"reloaded"}
+{"timestamp":"2024-02-29T23:59:59.750000Z","level":"INFO","target":"access","reason":"ok","total_ms":1250.0,"prompt_tokens":9,"output_tokens":3}
+{"timestamp":"2024-03-01T00:00:02Z","level":"INFO","target":"access","reason":"queue_full","total_ms":0.1}
+"#;
+        std::fs::write(&file, log).unwrap();
+        let jobs = read(&file).unwrap();
+        assert_eq!(jobs.iter().map(|job| (job.prompt, job.output)).collect::<Vec<_>>(), [(9, 3), (70, 8)], "by arrival, over the end of February");
+        assert_eq!((jobs[1].after, jobs[1].score, jobs[0].score), (Duration::from_secs(1), Score::new(0.25), None));
+        assert_eq!(seconds("2026-11-30T17:05:59.5Z"), Some(1_796_058_359.5));
+        std::fs::write(&file, "{}\n").unwrap();
+        assert!(read(&file).unwrap_err().to_string().contains("--log json"));
     }
 
     #[test]
