@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the order is worth on a real engine: one workload through each gateway to the same pair of llama.cpp servers, time to the first and last token.
 
-    python3 benches/compare/engine.py                   about 8 minutes on two cores
+    python3 benches/compare/engine.py                   about 12 minutes on two cores
 
 Needs what run.py needs, and the Python packages of tests/clients/requirements.txt (xllamacpp, gguf), which are installed into target/venv if they are
 not there. Writes engine.json and engine.md into target/compare.
@@ -54,6 +54,34 @@ def serve(model, port, slots, context):
     server = xllamacpp.Server(params)
     print(server.listening_address, flush=True)
     signal.sigwait({signal.SIGTERM, signal.SIGINT})
+
+
+class Throttle:
+    """Holds processes to a share of one core each, by a control group (version 1 or 2; needs root). Engines normally have machines of their own: held so,
+    they neither take time from the gateway nor lose theirs to whatever else runs here."""
+
+    def __init__(self, share):
+        self.groups, self.share = [], share
+
+    def hold(self, pid):
+        period = 20_000
+        quota = int(period * self.share)
+        first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+        if (first / "cpu.shares").exists():
+            root, limits = first, {"cpu.cfs_period_us": period, "cpu.cfs_quota_us": quota, "cpu.shares": 8192}
+        else:
+            root, limits = second, {"cpu.max": f"{quota} {period}", "cpu.weight": 800}
+        group = root / f"compare-engine-{pid}"
+        group.mkdir()
+        self.groups.append(group)
+        for name, value in limits.items():
+            (group / name).write_text(str(value))
+        (group / "cgroup.procs").write_text(str(pid))
+
+    def end(self):
+        """After the processes have ended."""
+        for group in self.groups:
+            group.rmdir()
 
 
 class Fcfs(peers.Headway):
@@ -127,7 +155,7 @@ def one(wire, gateway, urls, bodies, lengths, schedule, directory):
     try:
         peer.wait(body("hello", 2))
         options = [*load_options(wire, bodies, len(bodies)), "schedule", schedule, "each", 1]
-        cpu = peers.Cpu(peer.processes())
+        cpu, busy, start = peers.Cpu(peer.processes()), run.busy_seconds(), time.monotonic()
         result = json.loads(wire.spawn("load", peer.address, *options, stdout=subprocess.PIPE, text=True).communicate()[0])
         failed = sum(result["failed"].values())
         wrong = sum(tokens_of(tail) != lengths[number] for number, _, _, tail in result["each"])
@@ -135,7 +163,7 @@ def one(wire, gateway, urls, bodies, lengths, schedule, directory):
         counted = [row for row in result["each"] if row[0] >= skip]
         return {
             "ttft": [row[1] / 1e6 for row in counted], "ttlt": [row[2] / 1e6 for row in counted],
-            "failed": failed, "wrong_length": wrong, "seconds": result["seconds"], "cpu": cpu.seconds(), "why": result["failed"],
+            "failed": failed, "wrong_length": wrong, "seconds": result["seconds"], "cpu": cpu.seconds(), "cores": (run.busy_seconds() - busy) / (time.monotonic() - start), "why": result["failed"],
         }  # fmt: skip
     finally:
         peer.stop()
@@ -150,19 +178,19 @@ def summary(values):
 def markdown(found):
     text = [f"{found['machine']['cpu']}, {found['machine']['cores']} cores; {found['what']}", ""]
     for which, title in (("ttft", "to the first token"), ("ttlt", "to the last token")):
-        text += [f"| {title}, s | mean (min..max of repeats) | to nginx | p50 | p90 | p99 | failed | wrong length |", "|---|---|---|---|---|---|---|---|"]
+        text += [f"| {title}, s | mean (min..max of repeats) | to nginx | p50 | p90 | p99 | failed | wrong length | cores busy in all |", "|---|---|---|---|---|---|---|---|---|"]
         base = None
         for name, runs in found["runs"].items():
             each = [summary(run_[which]) for run_ in runs if run_[which]]
             if not each:
-                text.append(f"| {name} | no answers | | | | | {sum(run_['failed'] for run_ in runs)} | |")
+                text.append(f"| {name} | no answers | | | | | {sum(run_['failed'] for run_ in runs)} | | |")
                 continue
             middle = {key: statistics.median(row[key] for row in each) for key in each[0]}
             means = [row["mean"] for row in each]
             base = base or middle["mean"]
             text.append(
                 f"| {name} | {middle['mean']:.2f} ({min(means):.2f}..{max(means):.2f}) | {middle['mean'] / base:.2f} x | {middle['p50']:.2f} | {middle['p90']:.2f} | {middle['p99']:.2f}"
-                f" | {sum(run_['failed'] for run_ in runs)} | {sum(run_['wrong_length'] for run_ in runs)} |"
+                f" | {sum(run_['failed'] for run_ in runs)} | {sum(run_['wrong_length'] for run_ in runs)} | {statistics.median(run_['cores'] for run_ in runs):.2f} |"
             )
         text.append("")
     return "\n".join(text)
@@ -173,18 +201,19 @@ def main():
     parser.add_argument("--gateways", nargs="+", default=list(GATEWAYS), choices=list(GATEWAYS))
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--scale", type=float, default=0.4, help="of the real answers' lengths")
-    parser.add_argument("--load", type=float, default=0.85, help="of what the two servers can do, as measured at the start")
+    parser.add_argument("--share", type=float, default=0.3, help="of a core that each server may use")
+    parser.add_argument("--load", type=float, default=0.9, help="of what the two servers can do, as measured at the start")
     parser.add_argument("--rate", type=float, help="requests a second, instead of --load")
     parser.add_argument("--slots", type=int, default=4, help="of each server")
-    parser.add_argument("--hidden", type=int, default=256, help="width of the model")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=peers.CACHE)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     bodies, lengths = workload(options.requests, options.scale)
     runs, about, missing = {name: [] for name in options.gateways}, {}, {}
-    servers = []
+    servers, throttle = [], Throttle(options.share)
     with tempfile.TemporaryDirectory(prefix="compare-engine-") as directory:
         wire = run.Wire(directory, None)
         model = Path(directory) / "model.gguf"
@@ -198,6 +227,7 @@ def main():
                 urls.append(f"http://127.0.0.1:{port}")
             for url in urls:
                 wait_healthy(url)
+            held = hold(throttle, servers)
             rate = options.rate
             if not rate:
                 # One after the other would flatter two servers that share cores with the gateway and the load.
@@ -210,7 +240,9 @@ def main():
             moments = bursts(len(bodies), rate)
             schedule.write_text("".join(f"{moment:.6f}\n" for moment in moments))
             for repeat in range(options.repeats):
-                for name in options.gateways:
+                # Another order in each repeat: whatever comes and goes on the machine does not always meet the same ones.
+                turn = repeat % len(options.gateways)
+                for name in options.gateways[turn:] + options.gateways[:turn]:
                     if name in missing:
                         continue
                     gateway = GATEWAYS[name]
@@ -226,7 +258,7 @@ def main():
                         first, last = summary(result["ttft"]), summary(result["ttlt"])
                         print(
                             f"{name:12} first token mean {first['mean']:6.2f} p50 {first['p50']:6.2f} p99 {first['p99']:6.2f}  last token mean {last['mean']:6.2f} p50 {last['p50']:6.2f} p99 {last['p99']:6.2f}"
-                            f"  {result['seconds']:.0f} s, CPU {result['cpu']:.2f} s, failed {result['why'] or 0}, wrong length {result['wrong_length']}",
+                            f"  {result['seconds']:.0f} s, CPU {result['cpu']:.2f} s, all cores {result['cores']:.2f} busy, failed {result['why'] or 0}, wrong length {result['wrong_length']}",
                             flush=True,
                         )
                     else:
@@ -235,8 +267,9 @@ def main():
             for server in servers:
                 server.terminate()
                 server.wait()
+            throttle.end()
     what = (
-        f"two llama.cpp servers of {options.slots} slots, one thread each, model of {options.layers} layers and width {options.hidden}; {len(bodies)} requests at {rate:.2f}/s over {moments[-1]:.0f} s,"
+        f"two llama.cpp servers of {options.slots} slots, {held}, model of {options.layers} layers and width {options.hidden}; {len(bodies)} requests at {rate:.2f}/s over {moments[-1]:.0f} s,"
         f" answers of {statistics.fmean(lengths):.0f} tokens on average, {max(lengths)} at most; the last {len(bodies) - len(bodies) // 3} counted; {options.repeats} interleaved repeats, medians."
     )
     found = {"machine": run.machine(), "what": what, "settings": about, "missing": missing, "runs": runs}
@@ -244,6 +277,17 @@ def main():
     text = markdown(found)
     (options.out / "engine.md").write_text(text)
     print("\n" + text)
+
+
+def hold(throttle, servers):
+    """What the engines may use, in words."""
+    try:
+        for server in servers:
+            throttle.hold(server.pid)
+    except OSError as error:
+        print(f"the engines are not held to {throttle.share} of a core: {error}", flush=True)
+        return "one thread each, not held back"
+    return f"held to {throttle.share} of a core each"
 
 
 def load_options(wire, bodies, connections):

@@ -167,13 +167,15 @@ def rss_mib(pids, peak=False):
 
 class Nginx(Peer):
     name = "nginx"
-    settings = "`worker_processes 1`, `access_log off`, `keepalive 1024` to the upstream over HTTP/1.1, `proxy_buffering off` (as its documentation says for event streams), request bodies in memory (`client_body_buffer_size 2m`), `least_conn`"
+    settings = "`worker_processes 1`, `access_log off`, `keepalive 1024` and `keepalive_timeout 4s` to the upstream over HTTP/1.1, `max_fails=0`, `proxy_buffering off` (as its documentation says for event streams), request bodies in memory (`client_body_buffer_size 2m`), `least_conn`"
 
     def command(self):
         program = shutil.which("nginx") or "/usr/sbin/nginx"
         if not Path(program).exists():
             raise Missing("nginx is not installed: apt-get install nginx-light")
-        servers = " ".join(f"server {url.removeprefix('http://')};" for url in self.upstreams)
+        servers = " ".join(f"server {url.removeprefix('http://')} max_fails=0;" for url in self.upstreams)
+        # Real engines close idle connections after 5 s; one that nginx reuses at that moment is a 502, and the server is then left out for 10 s.
+        kept = "keepalive 1024; keepalive_timeout 4s; keepalive_requests 10000000;"
         config = self.write(
             "nginx.conf",
             f"""daemon off; worker_processes 1; pid {self.directory}/pid; error_log {self.directory}/error.log;
@@ -181,7 +183,7 @@ events {{ worker_connections 32768; }}
 http {{
     access_log off; client_max_body_size 64m; client_body_buffer_size 2m; keepalive_requests 10000000; tcp_nodelay on;
     client_body_temp_path {self.directory}/b; proxy_temp_path {self.directory}/p; fastcgi_temp_path {self.directory}/f; uwsgi_temp_path {self.directory}/u; scgi_temp_path {self.directory}/s;
-    upstream engines {{ least_conn; {servers} keepalive 1024; keepalive_requests 10000000; }}
+    upstream engines {{ least_conn; {servers} {kept} }}
     server {{ listen 127.0.0.1:{self.port} backlog=4096; location / {{ proxy_pass http://engines; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off; proxy_read_timeout 1h; }} }}
 }}
 """,
