@@ -429,6 +429,9 @@ impl<H: Handler> Shutdown<H> {
         // The other process may still be getting ready: until then connections are accepted here too.
         tokio::time::sleep(LEAVING).await;
         self.accepting.send_replace(true);
+        // Whoever was accepted last has not asked yet, and nobody else would answer there: each gets its one answer before the rest is refused.
+        self.phase.send_replace(Phase::Closing);
+        let _ = tokio::time::timeout(LATE, self.phase.closed()).await;
         self.drain().await;
     }
 }
