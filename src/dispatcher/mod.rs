@@ -357,7 +357,7 @@ impl Owner {
             }
             // A reader that has stopped waiting for the answer is no concern of the pool.
             Message::View(reply) => drop(reply.send(self.scheduler.view())),
-            Message::Closeup { most, reply } => drop(reply.send(self.closeup(most))),
+            Message::Closeup { most, reply } => drop(reply.send(apart(self.waiting.len() > MANY, || self.closeup(most)))),
             Message::Find { label, most, reply } => drop(reply.send(apart(self.waiting.len() > MANY, || self.find(&label, most)))),
             Message::Calibrated { model, score, reply } => drop(reply.send(self.scheduler.calibrated(model, score))),
             Message::Restore(learnt) => apart(true, || self.scheduler.restore(&learnt)),
