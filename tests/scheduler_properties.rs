@@ -385,13 +385,14 @@ impl World {
         }
     }
 
-    /// One by age is the oldest of its queue and has waited for long enough.
+    /// One by age is the oldest of its tenant in its queue and has waited for long enough.
     fn ages_in_order(&self, actions: &[Action], homes: &BTreeMap<RequestId, Explanation>) {
         for action in actions {
             let Action::Release { request, facts: Facts { aged: true, .. }, .. } = action else { continue };
             assert!(Time::from_micros(self.now).since(self.requests[request].arrived) > self.threshold, "{request:?} is not aged");
             let Some(released) = homes.get(request) else { continue };
-            for (id, left) in homes.iter().filter(|(id, left)| left.backend == released.backend && self.scheduler.explain(**id).is_some()) {
+            let of_its_tenant = |id: &RequestId| self.requests[id].tenant == self.requests[request].tenant && self.scheduler.explain(*id).is_some();
+            for (id, left) in homes.iter().filter(|(id, left)| left.backend == released.backend && of_its_tenant(id)) {
                 assert!((released.arrived, released.sequence) < (left.arrived, left.sequence), "{id:?} is older than {request:?}");
             }
         }

@@ -106,28 +106,32 @@ pub(super) struct Queue {
     /// Above this a tenant is ahead of its share: what the one that had least has had, and the lead.
     most: Service,
     lead: Service,
+    /// The oldest of each tenant that is not ahead of its share.
+    oldest: BTreeSet<(Age, Option<TenantId>)>,
+    len: usize,
     /// How many of them may not go everywhere.
     restricted: usize,
-    /// All of them, oldest first.
-    by_age: BTreeSet<(Time, Place)>,
     /// What the aged FIFO may still take, earned release by release; always less than one release, so that a long time without aged requests is no store of turns.
     credit: u32,
 }
 
+/// Smaller is older.
+type Age = (Time, Place);
+
 /// One tenant's part of a queue.
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 struct Waiting {
-    requests: usize,
+    by_age: BTreeSet<Age>,
     service: Service,
 }
 
 impl Queue {
     pub fn len(&self) -> usize {
-        self.by_age.len()
+        self.len
     }
 
     pub fn is_empty(&self) -> bool {
-        self.by_age.is_empty()
+        self.len == 0
     }
 
     /// Whether any of them may not go everywhere.
@@ -143,53 +147,50 @@ impl Queue {
     /// `service` is what its tenant has had; only the first of a tenant tells it, later changes come through [`Queue::served`].
     pub fn insert(&mut self, item: Item, service: Service) {
         let Item { key, arrived, lane } = item;
-        match self.tenants.entry(lane.tenant) {
-            btree_map::Entry::Occupied(mut entry) => entry.get_mut().requests += 1,
-            btree_map::Entry::Vacant(entry) => {
-                entry.insert(Waiting { requests: 1, service });
-                self.by_service.insert((service, lane.tenant));
-                self.measure();
-            }
+        if let btree_map::Entry::Vacant(entry) = self.tenants.entry(lane.tenant) {
+            entry.insert(Waiting { by_age: BTreeSet::new(), service });
+            self.by_service.insert((service, lane.tenant));
+            self.measure();
+        }
+        let shown = !self.is_ahead(lane.tenant);
+        if let Some(waiting) = self.tenants.get_mut(&lane.tenant) {
+            let first = waiting.by_age.first().copied();
+            waiting.by_age.insert((arrived, key.place));
+            replace(&mut self.oldest, shown, lane.tenant, first, waiting.by_age.first().copied());
         }
         let keys = self.lanes.entry(lane).or_default();
         let first = keys.first().copied();
         keys.insert(key);
-        if first.is_none_or(|first| key < first) && !self.is_ahead(lane.tenant) {
-            if let Some(first) = first {
-                self.heads.remove(&(first, lane));
-            }
-            self.heads.insert((key, lane));
-        }
+        replace(&mut self.heads, shown, lane, first, keys.first().copied());
         self.restricted += usize::from(lane.restriction != RestrictionId::NONE);
-        self.by_age.insert((arrived, key.place));
+        self.len += 1;
     }
 
     pub fn remove(&mut self, item: Item) {
         let Item { key, arrived, lane } = item;
         // Without its lane it is not here.
         let Some(keys) = self.lanes.get_mut(&lane) else { return };
-        let was_first = keys.first() == Some(&key);
+        let first = keys.first().copied();
         keys.remove(&key);
         let next = keys.first().copied();
         if next.is_none() {
             self.lanes.remove(&lane);
         }
-        if was_first
-            && self.heads.remove(&(key, lane))
-            && let Some(next) = next
-        {
-            self.heads.insert((next, lane));
-        }
+        let shown = !self.is_ahead(lane.tenant);
+        replace(&mut self.heads, shown, lane, first, next);
         if let btree_map::Entry::Occupied(mut entry) = self.tenants.entry(lane.tenant) {
-            entry.get_mut().requests -= 1;
-            if entry.get().requests == 0 {
+            let waiting = entry.get_mut();
+            let first = waiting.by_age.first().copied();
+            waiting.by_age.remove(&(arrived, key.place));
+            replace(&mut self.oldest, shown, lane.tenant, first, waiting.by_age.first().copied());
+            if waiting.by_age.is_empty() {
                 let (tenant, waiting) = entry.remove_entry();
                 self.by_service.remove(&(waiting.service, tenant));
                 self.measure();
             }
         }
         self.restricted -= usize::from(lane.restriction != RestrictionId::NONE);
-        self.by_age.remove(&(arrived, key.place));
+        self.len -= 1;
     }
 
     /// A tenant has now had this much.
@@ -234,8 +235,16 @@ impl Queue {
         }
     }
 
-    /// Puts a tenant's lanes among the heads, or takes them out.
+    /// Puts a tenant's lanes among the heads, and its oldest request among the oldest, or takes them out.
     fn show(&mut self, tenant: Option<TenantId>, shown: bool) {
+        let oldest = self.tenants.get(&tenant).and_then(|waiting| waiting.by_age.first());
+        if let Some(oldest) = oldest {
+            if shown {
+                self.oldest.insert((*oldest, tenant));
+            } else {
+                self.oldest.remove(&(*oldest, tenant));
+            }
+        }
         let lane = |restriction| Lane { tenant, restriction };
         for (lane, keys) in self.lanes.range(lane(RestrictionId::NONE)..=lane(RestrictionId::LAST)) {
             let Some(first) = keys.first() else { continue };
@@ -269,16 +278,22 @@ impl Queue {
     pub fn is_consistent(&self) -> bool {
         let requests = |tenant| self.lanes.iter().filter(|(lane, _)| lane.tenant == tenant).map(|(_, keys)| keys.len()).sum::<usize>();
         let restricted = self.lanes.iter().filter(|(lane, _)| lane.restriction != RestrictionId::NONE).map(|(_, keys)| keys.len()).sum::<usize>();
-        self.lanes.values().map(BTreeSet::len).sum::<usize>() == self.by_age.len()
+        self.lanes.values().map(BTreeSet::len).sum::<usize>() == self.len
             && self.restricted == restricted
-            && self.tenants.iter().all(|(tenant, waiting)| waiting.requests == requests(*tenant))
+            && self.tenants.iter().all(|(tenant, waiting)| waiting.by_age.len() == requests(*tenant))
             && self.by_service == self.tenants.iter().map(|(tenant, waiting)| (waiting.service, *tenant)).collect()
             && self.heads == self.expected_heads()
+            && self.oldest == self.expected_oldest()
     }
 
     fn expected_heads(&self) -> BTreeSet<(Key, Lane)> {
         let here = self.lanes.iter().filter(|(lane, _)| !self.is_ahead(lane.tenant));
         here.filter_map(|(lane, keys)| Some((*keys.first()?, *lane))).collect()
+    }
+
+    fn expected_oldest(&self) -> BTreeSet<(Age, Option<TenantId>)> {
+        let here = self.tenants.iter().filter(|(tenant, _)| !self.is_ahead(**tenant));
+        here.filter_map(|(tenant, waiting)| Some((*waiting.by_age.first()?, *tenant))).collect()
     }
 
     /// Whose turn it is on the queue's own backend.
@@ -307,13 +322,33 @@ impl Queue {
 
     /// How many are aged.
     pub fn aged_len(&self, now: Time, aging: Aging) -> usize {
-        self.by_age.iter().take_while(|(arrived, _)| aging.is_aged(now, *arrived)).count()
+        let aged = |waiting: &Waiting| waiting.by_age.iter().take_while(|(arrived, _)| aging.is_aged(now, *arrived)).count();
+        self.tenants.values().map(aged).sum()
     }
 
-    /// The oldest, if it is aged and the aged FIFO may take a turn. The release at hand earns its share too.
+    /// The oldest of the tenants that are not ahead of their share, if it is aged and the aged FIFO may take a turn. The release at hand earns its share too.
     fn aged(&self, now: Time, aging: Aging) -> Option<Place> {
-        let (arrived, place) = *self.by_age.first()?;
+        let ((arrived, place), _) = *self.oldest.first()?;
         (self.credit + aging.share >= ONE_RELEASE && aging.is_aged(now, arrived)).then_some(place)
+    }
+}
+
+/// The first of a part of the queue has changed, or not; `shown` is whether it is among `firsts`.
+fn replace<First: Ord + Copy, Part: Ord + Copy>(
+    firsts: &mut BTreeSet<(First, Part)>,
+    shown: bool,
+    part: Part,
+    before: Option<First>,
+    after: Option<First>,
+) {
+    if !shown || before == after {
+        return;
+    }
+    if let Some(before) = before {
+        firsts.remove(&(before, part));
+    }
+    if let Some(after) = after {
+        firsts.insert((after, part));
     }
 }
 

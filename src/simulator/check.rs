@@ -256,14 +256,14 @@ impl Check {
         let home = before.homes.get(id);
         for (other, waiting) in &self.waiting {
             let Some(left) = scheduler.explain(*other).filter(|left| left.backend == *backend) else { continue };
+            // Between tenants shares decide, from some lead on.
+            if waiting.tenant != known.tenant {
+                continue;
+            }
             if facts.aged {
                 if home.is_some_and(|home| (left.arrived, left.sequence) < (home.arrived, home.sequence)) {
                     return Err(Wrong::NotOldest(*id, *other));
                 }
-                continue;
-            }
-            // Between tenants shares decide, from some lead on.
-            if waiting.tenant != known.tenant {
                 continue;
             }
             if same_keys && home.is_some_and(|home| (left.phi, left.sequence) < (home.phi, home.sequence)) {
