@@ -166,7 +166,7 @@ mod tests {
         let idles = broken(|scheduler| scheduler.backends[0].in_flight -= 1);
         assert!(matches!(idles, Violation::IdleSlot { .. }), "{idles:?}");
         type Change = fn(&mut Scheduler);
-        let changes: [(&str, Change); 7] = [
+        let changes: [(&str, Change); 8] = [
             ("queued work", |scheduler| scheduler.backends.iter_mut().for_each(|backend| backend.queued.add(1, 1))),
             ("running work", |scheduler| scheduler.backends[0].running.add(0, 1)),
             ("resident tokens", |scheduler| {
@@ -177,6 +177,7 @@ mod tests {
                 let waits = scheduler.backends.iter_mut().find(|backend| !backend.queue.is_empty()).unwrap();
                 waits.queue.rekey(Default::default());
             }),
+            ("what waits by tenant", |scheduler| scheduler.shares.forget_work()),
             ("what waits", |scheduler| scheduler.waiting_bytes += 1),
             ("what waits", |scheduler| scheduler.waiting_work = WaitingWork::default()),
             ("slots", |scheduler| {
