@@ -10,6 +10,7 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::oneshot;
 use tracing_subscriber::fmt::format::Writer as TimeWriter;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
@@ -100,7 +101,12 @@ impl Drop for RowLog {
         self.rows = None;
         if let Some(thread) = self.thread.take() {
             // A thread that panicked has said so.
-            _ = thread.join();
+            let join = move || drop(thread.join());
+            match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+                // The disk may be slow, and others wait for this thread.
+                Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(join),
+                _ => join(),
+            }
         }
     }
 }

@@ -41,7 +41,7 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
     let once = args.once || !std::io::stdout().is_terminal();
     serve::runtime()?.block_on(async {
         if once {
-            return show(args, true).await;
+            return show(args, true, &mut false).await;
         }
         // Another screen, without a cursor: what was there comes back.
         print!("\x1b[?1049h\x1b[?25l");
@@ -59,11 +59,11 @@ pub fn run(args: &Args) -> anyhow::Result<()> {
 async fn follow(args: &Args) -> anyhow::Result<()> {
     let mut seen = false;
     loop {
-        match show(args, false).await {
-            Ok(()) => seen = true,
+        match show(args, false, &mut seen).await {
+            Ok(()) => {}
             // It was never there: the address is wrong.
             Err(error) if !seen && !error.is::<Gone>() => return Err(error),
-            Err(_) => seen = true,
+            Err(_) => {}
         }
         print!("\x1b[H\x1b[7m no connection to {}, trying again \x1b[0m\x1b[K", args.admin);
         std::io::stdout().flush().context("writing")?;
@@ -77,7 +77,7 @@ async fn follow(args: &Args) -> anyhow::Result<()> {
 struct Gone;
 
 /// Shows one look, or each until the events end.
-async fn show(args: &Args, once: bool) -> anyhow::Result<()> {
+async fn show(args: &Args, once: bool, seen: &mut bool) -> anyhow::Result<()> {
     let unreachable = || format!("no gateway can be reached at {}; name its address for operators with --admin", args.admin);
     let stream = TcpStream::connect(args.admin).await.with_context(unreachable)?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.with_context(unreachable)?;
@@ -102,6 +102,7 @@ async fn show(args: &Args, once: bool) -> anyhow::Result<()> {
                 print!("{drawn}");
                 return Ok(());
             }
+            *seen = true;
             print!("\x1b[H{}\x1b[J", drawn.replace('\n', "\x1b[K\n"));
             std::io::stdout().flush().context("writing")?;
         }
@@ -143,8 +144,8 @@ fn drawing(now: &Value, only: Option<&str>, columns: usize, colour: bool) -> any
         paint.line(&mut out, "", "");
         paint.line(&mut out, "TIMES  FAILED                  STATUS  LATEST      POOL, MODEL, BACKEND", "2");
         for each in failures.iter().take(8) {
-            let place: Vec<&str> =
-                ["pool", "model", "backend"].iter().filter_map(|name| each[*name].as_str()).filter(|name| !name.is_empty()).collect();
+            let place = ["pool", "model", "backend"].into_iter().map(|name| &each[name]);
+            let place: Vec<String> = place.filter(|value| value.as_str().is_some_and(|value| !value.is_empty())).map(text).collect();
             let line = format!(
                 "{:>5}  {:<22}  {:>6}  {:>7} ago {}",
                 text(&each["times"]),
@@ -272,8 +273,7 @@ mod tests {
         let models = json!([{ "model": "m", "tau": 0.5, "trusted": true, "samples": 700.4 }]);
         let pool = json!({ "name": "chat", "policy": "headway", "mode": "overload", "gamma_per_second": 0.012, "max_overtake_seconds": 200.0, "waiting": 2, "aged": 1,
             "in_flight": 3, "backlog_seconds": 12.0, "recent": recent, "models": models, "backends": [backend] });
-        let failure =
-            json!({ "times": 4, "reason": "queue_\u{1b}[2Jfull", "status": 429, "seconds_ago": 75.0, "pool": "chat", "model": "m", "backend": null });
+        let failure = json!({ "times": 4, "reason": "queue_\u{1b}[2Jfull", "status": 429, "seconds_ago": 75.0, "pool": "chat", "model": "m\u{1b}]52;", "backend": null });
         json!({ "version": "1.2.3", "draining": false, "config": { "error": null }, "pools": [pool, { "name": "quiet" }], "failures": [failure] })
     }
 
@@ -286,7 +286,7 @@ mod tests {
             "scores of m: tau 0.50, trusted, 700 answers",
             "10.0.0.1:8000             healthy       3/4   25%       ?        2  ▂█",
             "quiet   does not answer",
-            "    4  queue_[2Jfull              429   75.0 s ago chat, m",
+            "    4  queue_[2Jfull              429   75.0 s ago chat, m]52;",
         ] {
             assert!(drawn.contains(part), "{part} is not in\n{drawn}");
         }

@@ -90,8 +90,9 @@ fn present(gateway: &Gateway, live: &Live, settings: &config::Pool, runtime: &Po
             if position.stands_back {
                 story.push("Its tenant has had more than its share of the pool: requests of others go first, whatever their keys.".into());
             }
-            if aged {
-                story.push("It is aged: a share of all releases goes to the oldest, whatever their keys.".into());
+            if aged && !position.stands_back {
+                story
+                    .push("It is aged: a share of all releases goes to the oldest of those whose tenants are not ahead, whatever their keys.".into());
             }
         }
         (StageView::Running { released, produced }, _) => {

@@ -13,7 +13,7 @@ mod tests;
 mod view;
 mod whatif;
 
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -150,8 +150,16 @@ async fn index() -> String {
     lines
 }
 
-/// A page of another site can make an operator's browser send a POST here. Browsers say so in `origin`; tools do not send it.
+/// What probes and scrapers ask for, by whatever name they know this address.
+const OPEN: [&str; 3] = ["/healthz", "/readyz", "/metrics"];
+
+/// A page of another site can make an operator's browser send a POST here. Browsers say so in `origin`; tools do not send it. And a page can have a name of its own
+/// that it makes point here, so that this address looks like its own: whoever comes by a name that others can own is not let in.
 async fn not_from_pages(request: Request, next: Next) -> Response {
+    if !OPEN.contains(&request.uri().path()) && !is_local_name(request.headers()) {
+        let hint = "ask by address or by a name without dots; a proxy in front has to send such a Host";
+        return failure(StatusCode::FORBIDDEN, "foreign_host", hint.into());
+    }
     if request.method() != Method::GET && foreign(request.headers()) {
         return failure(StatusCode::FORBIDDEN, "foreign_origin", "pages of other sites may not change anything here".into());
     }
@@ -160,7 +168,23 @@ async fn not_from_pages(request: Request, next: Next) -> Response {
 
 fn foreign(headers: &HeaderMap) -> bool {
     let bytes = |name| headers.get(name).map(HeaderValue::as_bytes);
-    bytes(ORIGIN).is_some_and(|origin| origin.strip_prefix(b"http://") != Some(bytes(HOST).unwrap_or_default()))
+    // Behind a proxy with TLS a page's origin is https.
+    let address = |origin: &HeaderValue| {
+        let origin = origin.as_bytes();
+        origin.strip_prefix(b"http://").or_else(|| origin.strip_prefix(b"https://")).map(<[u8]>::to_vec)
+    };
+    headers.get(ORIGIN).is_some_and(|origin| address(origin).as_deref() != Some(bytes(HOST).unwrap_or_default()))
+}
+
+/// Whether the name asked for is one that no other site can have: an address, or a name without dots. Browsers always send it.
+fn is_local_name(headers: &HeaderMap) -> bool {
+    let Some(host) = headers.get(HOST) else { return true };
+    let Ok(host) = host.to_str() else { return false };
+    let name = match host.strip_prefix('[') {
+        Some(rest) => rest.split(']').next().unwrap_or_default(),
+        None => host.rsplit_once(':').map_or(host, |(name, _)| name),
+    };
+    name.parse::<IpAddr>().is_ok() || !name.contains('.') || name.ends_with(".localhost")
 }
 
 /// Ready: not on the way out, and every pool has had one look at a backend. Backends that are down do not count: the gateway answers for them.

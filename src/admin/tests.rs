@@ -231,6 +231,20 @@ async fn pages_of_other_sites_change_nothing() {
     assert_eq!(setup.ask("POST", "/admin/backends/chat/0/drain", "origin: null\r\n").await.0, 403);
     assert_eq!(setup.ask("POST", "/admin/reload", &format!("origin: http://{}\r\n", setup.address)).await.0, 200);
     assert_eq!(setup.ask("GET", "/admin/pools", foreign).await.0, 200);
+    assert_eq!(setup.ask("POST", "/admin/reload", &format!("origin: https://{}\r\n", setup.address)).await.0, 200, "behind TLS");
+}
+
+/// A name with dots may be anybody's, who makes it point here.
+#[test]
+fn only_names_that_no_other_site_can_have_are_let_in() {
+    let host = |host: &'static str| HeaderMap::from_iter([(HOST, HeaderValue::from_static(host))]);
+    assert!(super::is_local_name(&HeaderMap::new()));
+    for ours in ["127.0.0.1:9090", "127.0.0.1", "[::1]:9090", "[::1]", "localhost:9090", "localhost", "gpu-7:9090", "page.localhost:9090"] {
+        assert!(super::is_local_name(&host(ours)), "{ours}");
+    }
+    for others in ["evil.example:9090", "evil.example", "127.0.0.1.evil.example:9090", "[::1.evil.example", "localhost.evil.example"] {
+        assert!(!super::is_local_name(&host(others)), "{others}");
+    }
 }
 
 #[tokio::test]

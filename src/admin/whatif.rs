@@ -18,7 +18,7 @@ use super::view;
 use crate::config::{self, NamedPolicy};
 use crate::engine::{BLOCK_TOKENS, Profile};
 use crate::gateway::{Gateway, Live, PoolRuntime};
-use crate::scheduler::{Gamma, Lead, MaxOvertake, ModelId, Order, Policy, PolicyParts, Score, Slots, Standing, TenantId, Weight};
+use crate::scheduler::{Gamma, Lead, MaxOvertake, ModelId, Order, Policy, PolicyParts, Score, Slots, Standing, TenantId, Tokens, Weight};
 use crate::simulator::{Answer, Dispatch, End, Job, Member, Run, Setup, Summary, Workload, run};
 use crate::telemetry::Ended;
 
@@ -132,7 +132,7 @@ pub(super) async fn answer(gateway: &Gateway, one_at_a_time: &Arc<Semaphore>, bo
 async fn apart(replay: Replay, turn: OwnedSemaphorePermit) -> Result<Value, WhatIfError> {
     let (reply, answer) = oneshot::channel();
     let started = std::thread::Builder::new().name("whatif".into()).spawn(move || {
-        let compared = compare(&replay);
+        let compared = compare(&replay, || reply.is_closed());
         drop(turn);
         // Whoever asked may have left.
         _ = reply.send(compared);
@@ -166,7 +166,7 @@ async fn prepare(gateway: &Gateway, live: &Live, index: usize, question: &Questi
     let windows: BTreeMap<u32, u32> = view.iter().flat_map(|view| &view.backends).map(|backend| (backend.id.0, backend.window)).collect();
     let (fleet, engines) = likeness(runtime, &ended, &windows)?;
     let contenders = question.policies.iter().map(|name| contender(name, settings)).collect::<Result<Vec<_>, _>>()?;
-    let (jobs, assumed) = jobs(live, &ended);
+    let (jobs, assumed) = jobs(live, &ended, settings.limits.max_output);
     let own = settings.policy.name.clone();
     Ok(Replay { jobs, ended, assumed, fleet, engines, contenders, own, queue_timeout: settings.timeouts.queue, asked_for })
 }
@@ -219,7 +219,8 @@ fn likeness(runtime: &PoolRuntime, ended: &[Arc<Ended>], windows: &BTreeMap<u32,
 }
 
 /// What was asked of the pool, and for how many the length is not known: they are taken for as long as the others are on average.
-fn jobs(live: &Live, ended: &[Arc<Ended>]) -> (Vec<Job>, usize) {
+/// `most` is what a pool allows an answer to have: what a backend says beyond it would be played token by token.
+fn jobs(live: &Live, ended: &[Arc<Ended>], most: Tokens) -> (Vec<Job>, usize) {
     let start = ended[0].arrived();
     let mean = |of: Vec<u32>| of.iter().map(|tokens| u64::from(*tokens)).sum::<u64>().checked_div(of.len() as u64).unwrap_or(1).max(1) as u32;
     let mean_output = mean(ended.iter().filter(|each| each.is_answered() && each.scoring.is_some()).map(|each| each.output_tokens).collect());
@@ -236,7 +237,7 @@ fn jobs(live: &Live, ended: &[Arc<Ended>]) -> (Vec<Job>, usize) {
             *tenants.entry(name).or_insert(next)
         });
         let share = live.tenancy.iter().flat_map(|tenancy| tenancy.tenants()).find(|tenant| Some(tenant.name()) == each.tenant.as_deref());
-        let output = if known { each.output_tokens } else { mean_output };
+        let output = if known { each.output_tokens } else { mean_output }.min(most);
         Job {
             after: each.arrived().saturating_duration_since(start),
             score: each.score.and_then(Score::new),
@@ -279,7 +280,8 @@ fn contender(name: &str, settings: &config::Pool) -> Result<Contender, WhatIfErr
     }
 }
 
-fn compare(replay: &Replay) -> Result<Value, WhatIfError> {
+/// `left` is whether nobody waits for it any more: then the next policy is not begun.
+fn compare(replay: &Replay, left: impl Fn() -> bool) -> Result<Value, WhatIfError> {
     let began = Clock::now();
     let counted_from = (replay.ended.len() as f64 * WARM_UP) as usize;
     let counted = &replay.ended[counted_from..];
@@ -287,9 +289,12 @@ fn compare(replay: &Replay) -> Result<Value, WhatIfError> {
     let mut policies = Vec::new();
     let mut of_request = Vec::new();
     for Contender { name, dispatch } in &replay.contenders {
+        if left() {
+            return Err(WhatIfError::Slow(PATIENCE));
+        }
         let setup = Setup { queue_timeout: Some(replay.queue_timeout), ..Setup::new(replay.fleet.clone(), dispatch.clone()) };
         let run = run(&setup, &workload, 1).map_err(|broken| WhatIfError::Simulation(broken.to_string()))?;
-        policies.push(figures(name, *name == replay.own, &run, counted_from as u32));
+        policies.push(figures(name, *name == replay.own, &run, &replay.ended, counted_from));
         if let Some(answer) = replay.asked_for.and_then(|job| run.answers.iter().find(|answer| answer.job as usize == job)) {
             of_request.push(times(name, answer));
         }
@@ -327,14 +332,16 @@ fn compare(replay: &Replay) -> Result<Value, WhatIfError> {
     }))
 }
 
-/// Mean, p50, p90 and p99 of a policy, of the same requests as what was measured.
-fn figures(name: &str, is_own: bool, run: &Run, counted_from: u32) -> Value {
-    let counted = || run.answers.iter().filter(|answer| answer.job >= counted_from);
-    let whole = || counted().filter(|answer| answer.end == End::Answered);
+/// Mean, p50, p90 and p99 of a policy, of the same requests as what was measured: the time to the first token is known of streams alone.
+fn figures(name: &str, is_own: bool, run: &Run, ended: &[Arc<Ended>], counted_from: usize) -> Value {
+    let counted = || run.answers.iter().filter(|answer| answer.job as usize >= counted_from);
+    let measured = |answer: &&Answer| ended[answer.job as usize].is_answered();
+    let whole = || counted().filter(|answer| answer.end == End::Answered).filter(measured);
+    let streamed = || whole().filter(|answer| ended[answer.job as usize].first_token.is_some());
     json!({
         "policy": name,
         "own": is_own,
-        "ttft": summary(whole().filter_map(Answer::ttft).map(|ttft| ttft.as_secs_f64())),
+        "ttft": summary(streamed().filter_map(Answer::ttft).map(|ttft| ttft.as_secs_f64())),
         "ttlt": summary(whole().map(|answer| answer.ttlt().as_secs_f64())),
         "unanswered": counted().filter(|answer| answer.end != End::Answered).count(),
         "overtaken_seconds": rounded(run.overtaken),

@@ -24,6 +24,8 @@ use crate::usage_log::{Usage, UsageLog, Written};
 
 /// What an answer is called in which the backend told of an error.
 pub const ERROR_IN_STREAM: &str = "error_in_stream";
+/// Bytes of a path in the usage log.
+const LONGEST_PATH: usize = 256;
 /// What a client that left is called, here and in nginx's log.
 const CLIENT_LEFT: (u16, &str) = (499, "client_left");
 
@@ -326,6 +328,11 @@ impl Account {
         self.goes_on = true;
     }
 
+    /// Whether the client has the beginning of the answer already: what another backend says instead is no answer to it.
+    pub fn has_begun(&self) -> bool {
+        self.goes_on
+    }
+
     /// The backend of its answer died, and this is what became of it.
     pub fn resumed(&mut self, how: Resume) {
         match how {
@@ -378,7 +385,8 @@ impl Account {
             model: &self.model,
             upstream_model: self.upstream_model(),
             pool: self.pool.as_ref().map(|pool| pool.name.as_str()),
-            path: &self.path,
+            // A path of a client's own making may be as long as a head.
+            path: self.path.get(..LONGEST_PATH).unwrap_or(&self.path),
             reason,
             prompt_tokens: self.prompt_tokens,
             output_tokens: self.output_tokens.min(self.most_output),

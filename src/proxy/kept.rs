@@ -13,6 +13,8 @@ use crate::scheduler::Tokens;
 
 /// The longest text that is kept, in bytes: an answer that is longer ends with its backend.
 pub const MAX_KEPT: usize = 256 << 10;
+/// What a thought begins with that stands in the text itself; it may come in some pieces, behind blank ones.
+const THOUGHT: &str = "<think>";
 
 /// The beginning of an answer.
 #[derive(Debug, Default)]
@@ -159,7 +161,7 @@ impl Kept {
         self.blank_events = if text.trim_end().is_empty() { self.blank_events + 1 } else { 0 };
         self.text.push_str(text);
         // What a model thinks aloud is cut out of its earlier messages by its template.
-        if self.text.len() == text.len() && text.trim_start().starts_with("<think>") {
+        if self.text.len() - text.len() < 2 * THOUGHT.len() && self.text.trim_start().starts_with(THOUGHT) {
             self.lose("it begins with a thought");
         }
     }

@@ -418,7 +418,9 @@ impl Outgoing {
             let body = upstream.whole(MOST_READ).await;
             permit.finish(ending);
             let bytes = body?.unwrap_or_default();
-            account.succeeded();
+            if !account.has_begun() {
+                account.succeeded();
+            }
             head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes.len()));
             return Ok(Answered::Whole(Response::from_parts(head, bytes)));
         }
@@ -432,7 +434,9 @@ impl Outgoing {
             match whole(&mut upstream, account).await {
                 Ok(Some((bytes, ending))) => {
                     permit.finish(ending);
-                    account.succeeded();
+                    if !account.has_begun() {
+                        account.succeeded();
+                    }
                     head.headers.insert(CONTENT_LENGTH, HeaderValue::from(bytes.len()));
                     return Ok(Answered::Whole(Response::from_parts(head, bytes)));
                 }

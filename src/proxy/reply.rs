@@ -185,6 +185,8 @@ impl Floor {
 
     /// So many tokens have come.
     fn told(&mut self, tokens: Tokens) {
+        // A backend's final count may be less than the events that came.
+        let tokens = tokens.max(self.tokens);
         if self.tokens == 0 {
             (self.waited, self.before) = (Duration::ZERO, tokens);
         }
@@ -352,7 +354,7 @@ impl Reply {
             let Some(upstream) = &mut self.upstream else { return Poll::Ready(Next::End) };
             // Polled rather than looked at: an HTTP/2 stream is a task of its own, which nothing else would wake.
             if self.cut.as_mut().poll(cx).is_ready() {
-                return Poll::Ready(self.failed(&Failure::ShuttingDown));
+                return Poll::Ready(self.ends(&Failure::ShuttingDown));
             }
             match ready!(upstream.poll_chunk(cx)) {
                 Some(Ok(chunk)) => {
@@ -384,6 +386,10 @@ impl Reply {
                         // Who leaves now has got everything.
                         if !seen.error {
                             self.account.succeeded();
+                        }
+                        // And the backend has nothing more to do: its slot waits for nobody.
+                        if let Some(permit) = self.permit.take() {
+                            permit.finish(ending_of(&seen));
                         }
                         if self.seals(Some(seen), &out) {
                             continue;
@@ -437,12 +443,23 @@ impl Reply {
         }
     }
 
+    /// The answer stops here. Where the dialect's last word has come, the client has all of it, whatever becomes of the connection.
+    fn ends(&mut self, failure: &Failure) -> Next {
+        let Some(seen) = self.observer.as_ref().map(|observer| *observer.seen()).filter(|seen| seen.done) else { return self.failed(failure) };
+        if matches!(failure, Failure::CutShort) {
+            self.account.observe(Observation::Transport);
+        }
+        self.complete(Some(seen));
+        Next::End
+    }
+
     /// The backend broke off: another one may go on.
     fn broke(&mut self, failure: Failure) -> Next {
-        if self.again.is_some() && matches!(failure, Failure::CutShort | Failure::InterChunk(_) | Failure::SlowStream(_)) {
+        let all_said = self.observer.as_ref().is_some_and(|observer| observer.seen().done);
+        if !all_said && self.again.is_some() && matches!(failure, Failure::CutShort | Failure::InterChunk(_) | Failure::SlowStream(_)) {
             Next::Elsewhere(failure)
         } else {
-            self.failed(&failure)
+            self.ends(&failure)
         }
     }
 
@@ -453,10 +470,10 @@ impl Reply {
         let mut failure = failure;
         if let (Some(observer), Some(mut again)) = (self.observer.take(), self.again.take()) {
             let seen = *observer.seen();
-            if seen.done || seen.finish.is_some() && observer.hides_usage() {
+            if seen.finish.is_some() && !seen.error && observer.hides_usage() && again.outgoing.prompt.single {
                 // All that counts has come.
                 self.complete(Some(seen));
-                let last = Bytes::from_static(if seen.done { b"" } else { b"\ndata: [DONE]\n\n" });
+                let last = Bytes::from_static(b"\ndata: [DONE]\n\n");
                 let bytes = if self.seals(Some(seen), &last) { Bytes::new() } else { last };
                 return (self, bytes);
             }
@@ -514,6 +531,8 @@ impl Reply {
 /// Asks another backend for what follows what `observer` has seen.
 async fn resume(again: &mut Again, observer: &Observer, account: &mut Account) -> Result<(Paced, Permit), Resume> {
     match observer.kept() {
+        // The client has been told of an error, and takes it for the end.
+        _ if observer.seen().error => Err(Resume::Unfit),
         // The client asked for a count that went with the backend.
         _ if observer.seen().finish.is_some() => Err(Resume::Unfit),
         None => Err(Resume::Unfit),

@@ -212,9 +212,9 @@ impl Failure {
     }
 }
 
-/// A document of a backend as an event of a stream.
-pub fn event_of(api: Api, document: &[u8]) -> Bytes {
-    let name: &[u8] = if matches!(api, Api::Messages | Api::Responses) { b"event: error\n" } else { b"" };
+/// A document that a backend answered with this status, as an event of a stream.
+pub fn event_of(api: Api, status: StatusCode, document: &[u8]) -> Bytes {
+    let name: &[u8] = if matches!(api, Api::Messages | Api::Responses) && !status.is_success() { b"event: error\n" } else { b"" };
     // Line ends stand between JSON's tokens only.
     let line: Vec<u8> = document.iter().map(|&byte| if matches!(byte, b'\r' | b'\n') { b' ' } else { byte }).collect();
     Bytes::from([name, b"data: ", &line, b"\n\n"].concat())

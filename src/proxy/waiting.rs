@@ -15,8 +15,9 @@ use tokio::time::{Instant, Sleep};
 
 use super::account::Account;
 use super::reply::{Reply, ReplyBody};
-use super::response::event_of;
+use super::response::{Failure, event_of};
 use super::{Answered, MOST_READ, Proxy, Told, headers};
+use crate::scheduler::Ending;
 
 /// Waits for what the request comes to. A stream for which that takes longer than `every` is answered with its head and comments instead.
 pub(super) async fn wait(proxy: Arc<Proxy>, every: Duration, head: Parts, body: Incoming, mut account: Account) -> Result<Told, Response<ReplyBody>> {
@@ -59,12 +60,19 @@ type Story = Pin<Box<dyn Future<Output = Told> + Send>>;
 async fn in_one_piece(mut told: Told) -> Told {
     match told.ended {
         Ok(Answered::Streaming { head, mut upstream, observer: None, ending, permit, .. }) => {
-            let bytes = upstream.whole(MOST_READ).await;
-            permit.finish(ending);
-            told.ended = bytes.map(|bytes| {
-                told.account.succeeded();
-                Answered::Whole(Response::from_parts(head, bytes.unwrap_or_default()))
-            });
+            // What is too long for an event is not passed on in part.
+            let bytes = upstream.whole(MOST_READ).await.and_then(|bytes| bytes.ok_or(Failure::CutShort));
+            permit.finish(if bytes.is_ok() { ending } else { Ending::Failed { output: 0 } });
+            told.ended = match bytes {
+                Ok(bytes) => {
+                    told.account.succeeded();
+                    if let Some(written) = told.account.seal(false) {
+                        written.await;
+                    }
+                    Ok(Answered::Whole(Response::from_parts(head, bytes)))
+                }
+                Err(failure) => Err(failure),
+            };
             told
         }
         _ => told,
@@ -103,7 +111,7 @@ impl Waiting {
             Ok(Answered::Streaming { upstream, observer, ending, permit, again, .. }) => {
                 ReplyBody::Streaming(Box::new(Reply::new(upstream, observer, ending, permit, again, self.proxy.cut.subscribe(), account)))
             }
-            Ok(Answered::Whole(response)) => ReplyBody::Whole(event_of(account.api(), response.body())),
+            Ok(Answered::Whole(response)) => ReplyBody::Whole(event_of(account.api(), response.status(), response.body())),
             Err(failure) => {
                 account.told(StatusCode::OK, failure.verdict().1);
                 ReplyBody::Whole(failure.event(account.api(), account.request_id()))

@@ -12,8 +12,8 @@ use super::Outcome;
 const REQUESTS: usize = 16_384;
 /// How many of those that got no whole answer are remembered beyond that, so that a crowd of good ones does not push them out.
 const FAILURES: usize = 256;
-/// Names of pools, models, tenants and backends that are kept once; later ones are `other`.
-const NAMES: usize = 2048;
+/// Models that are kept by name; later ones are `other`, since clients make some up where nobody can tell which there are.
+const MODELS: usize = 2048;
 
 /// One request that has ended.
 #[derive(Clone, Debug)]
@@ -78,6 +78,8 @@ pub struct Recent(Mutex<Rings>);
 struct Rings {
     all: VecDeque<Arc<Ended>>,
     failures: VecDeque<Arc<Ended>>,
+    models: BTreeSet<Arc<str>>,
+    /// Of pools, tenants and backends: as many as were ever configured.
     names: BTreeSet<Arc<str>>,
 }
 
@@ -87,13 +89,13 @@ impl Recent {
         let (id, at) = (outcome.request_id.into(), Instant::now());
         let mut rings = self.rings();
         // Clients make up models that nobody serves.
-        let model = if outcome.pool.is_some() { rings.name(outcome.model) } else { Arc::default() };
+        let model = if outcome.pool.is_some() { name(&mut rings.models, outcome.model, MODELS) } else { Arc::default() };
         let ended = Arc::new(Ended {
             id,
-            pool: outcome.pool.map(|pool| rings.name(pool)),
+            pool: outcome.pool.map(|pool| name(&mut rings.names, pool, usize::MAX)),
             model,
-            tenant: outcome.tenant.map(|tenant| rings.name(tenant)),
-            backend: outcome.backend.map(|backend| rings.name(backend)),
+            tenant: outcome.tenant.map(|tenant| name(&mut rings.names, tenant, usize::MAX)),
+            backend: outcome.backend.map(|backend| name(&mut rings.names, backend, usize::MAX)),
             at,
             status: outcome.status,
             reason: outcome.reason,
@@ -146,18 +148,17 @@ impl Recent {
     }
 }
 
-impl Rings {
-    fn name(&mut self, name: &str) -> Arc<str> {
-        if let Some(known) = self.names.get(name) {
-            return Arc::clone(known);
-        }
-        if self.names.len() >= NAMES {
-            return "other".into();
-        }
-        let new: Arc<str> = name.into();
-        self.names.insert(Arc::clone(&new));
-        new
+/// One of `names`, or `other` where there are as many as may be.
+fn name(names: &mut BTreeSet<Arc<str>>, name: &str, most: usize) -> Arc<str> {
+    if let Some(known) = names.get(name) {
+        return Arc::clone(known);
     }
+    if names.len() >= most {
+        return "other".into();
+    }
+    let new: Arc<str> = name.into();
+    names.insert(Arc::clone(&new));
+    new
 }
 
 fn push(ring: &mut VecDeque<Arc<Ended>>, most: usize, ended: Arc<Ended>) {

@@ -83,13 +83,25 @@ def test_a_refusal_of_the_backend_is_an_event_in_its_words(launch, status):
     assert waits.first.result().status_code == 200
 
 
+@pytest.mark.parametrize("size, code", [(1000, None), (3 << 20, "backend_broke")])
+def test_an_answer_that_is_no_stream_is_an_event_whole_or_not_at_all(launch, size, code):
+    waits = Waits(launch, retries=0)
+    waits.backend.answer = lambda exchange: exchange.reply(200, json.dumps({"answer": "x" * size}).encode())
+    waits.backend.exchange().released.set()
+    [event] = waits.rest()
+    document = json.loads(event.removeprefix("data: "))
+    assert document.get("error", {}).get("code") == code
+    assert document.get("answer", "x" * size) == "x" * size
+    assert waits.line()["reason"] == (code or "ok")
+    assert waits.first.result().status_code == 200
+
+
 def test_only_streams_are_answered_early(launch):
     backend = launch.backend(gate)
     gateway = launch.gateway(pool("sim", backend), edge=EDGE).healthy(1)
     call = Call(gateway, chat())
     refused = post(gateway, chat(model="nobody's", stream=True))
     assert refused.status_code == 404
-    backend.exchange().released.wait(0.3)
     backend.exchange().released.set()
     assert call.result().json()["choices"][0]["message"]["content"] == "hello"
 

@@ -7,7 +7,7 @@ import threading
 import httpx
 import openai
 import pytest
-from processes import PATIENCE, metric, pool
+from processes import PATIENCE, pool
 from scripted import ScriptedBackend, gate
 from wire import CHAT, Call, chat, post
 
@@ -110,7 +110,8 @@ def test_the_client_sees_one_answer(launch):
     assert {key: value for key, value in second.items() if key not in added | {"messages", "max_tokens"}} == {
         key: value for key, value in first.items() if key not in {"messages", "max_tokens"}
     }
-    assert pair.resumes() == {"resumed": 1}
+    # The SDK leaves at the last event, before the request is over.
+    pair.gateway.until(lambda: pair.resumes() == {"resumed": 1}, "the resume is counted")
     line = pair.line()
     assert (line["reason"], line["status"], line["resumed"], line["retries"], line["output_tokens"], line["prompt_tokens"]) == ("ok", 200, 1, 0, 4, 10)
 
@@ -213,7 +214,7 @@ def test_a_retry_before_the_first_byte_counts(launch):
 
 
 def test_silence_is_a_death(launch):
-    pair = Pair(launch, Speaker("one", ["a"], gate), Speaker("second", ["b"]), timeouts={"inter_chunk": "200ms"})
+    pair = Pair(launch, Speaker("one", ["a"], gate), Speaker("second", ["b"]), timeouts={"inter_chunk": "1s"})
     assert content(events(post(pair.gateway, chat(stream=True)))) == "ab"
     assert pair.resumes() == {"resumed": 1}
 
@@ -226,7 +227,7 @@ def test_a_trickle_is_cut_and_a_slow_reader_is_not(launch):
             exchange.chunk(sse(delta(".", "one")))
             trickling.wait(0.02)
 
-    floor = {"slow_stream": {"tokens_per_second": 1000, "over": "100ms"}}
+    floor = {"slow_stream": {"tokens_per_second": 1000, "over": "1s"}}
     pair = Pair(launch, Speaker("one", ["a"], trickle), Speaker("second", ["b"]), **floor)
     text = content(events(post(pair.gateway, chat(stream=True))))
     assert (text.strip("."), text.replace(".", "")) == (text, "ab")
@@ -337,6 +338,42 @@ def test_an_answer_that_lacks_only_its_end_gets_it(launch):
     pair = Pair(launch, Speaker("one", ["a"], finish_and_die))
     answer = post(pair.gateway, chat(stream=True, stream_options={"include_usage": True}))
     assert events(answer)[-1]["error"]["code"] == "backend_broke"
+
+
+def test_one_of_several_answers_that_has_ended_is_not_the_end(launch):
+    def one_of_two(exchange):
+        exchange.chunk(sse(delta({}, "one", finish_reason="stop")))
+        exchange.close()
+
+    pair = Pair(launch, Speaker("one", ["a"], one_of_two))
+    answer = post(pair.gateway, chat(stream=True, n=2))
+    assert events(answer)[-1]["error"]["code"] == "backend_broke"
+    assert "[DONE]" not in answer.text
+    assert pair.resumes() == {"unfit": 1}
+
+
+def test_an_error_that_the_client_was_told_of_is_the_end(launch):
+    def fail(exchange):
+        exchange.chunk('data: {"error": {"message": "out of memory", "code": 500}}\n\n')
+        exchange.close()
+
+    pair = Pair(launch, Speaker("one", ["a"], fail), Speaker("second", ["b"]))
+    answer = post(pair.gateway, chat(stream=True))
+    assert "out of memory" in answer.text and "[DONE]" not in answer.text
+    assert (len(pair.asked), pair.resumes()) == (1, {"unfit": 1})
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_breaks_behind_the_last_event_is_no_failure(launch, resume):
+    def all_said(exchange):
+        exchange.chunk(sse(delta({}, "one", finish_reason="stop")))
+        exchange.chunk("data: [DONE]\n\n")
+        exchange.close()
+
+    pair = Pair(launch, Speaker("one", ["a"], all_said), resume=resume)
+    answer = post(pair.gateway, chat(stream=True))
+    assert answer.text.endswith("data: [DONE]\n\n") and "error" not in answer.text
+    assert (len(pair.asked), pair.line()["reason"], pair.resumes()) == (1, "ok", {})
 
 
 def test_a_client_that_leaves_meanwhile_frees_its_place(launch):
@@ -456,4 +493,5 @@ def test_a_real_engine_goes_on_where_a_killed_one_stopped(launch):
     assert [chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens] == [usage.prompt_tokens, 300]
     assert len({(chunk.id, chunk.created) for chunk in chunks}) == 1
     assert [chunk.choices[0].delta.role for chunk in chunks if chunk.choices].count("assistant") == 1
-    assert metric(gateway.admin, 'headway_resumes_total{pool="chat",outcome="resumed"}') == 1
+    counted = 'headway_resumes_total{pool="chat",outcome="resumed"} 1'
+    gateway.until(lambda: counted in httpx.get(gateway.admin + "/metrics", timeout=PATIENCE).text, "the resume is counted")

@@ -41,7 +41,7 @@ const LIMITS: [&str; 4] = ["max_tokens", "max_completion_tokens", "n_predict", "
 pub enum Unfit {
     #[error("the dialect has no way to ask for the rest of an answer")]
     Dialect,
-    #[error("the request sets `{0}`")]
+    #[error("the request sets {0:.64?}")]
     Field(Cow<'static, str>),
     #[error("the request ends with a message of the assistant")]
     EndsWithAssistant,

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
+use std::ops::RangeInclusive;
 use std::path::Path;
 use std::time::Duration;
 
@@ -37,11 +38,17 @@ pub(super) fn read(path: &Path) -> Result<Vec<Job>, ConfigError> {
     if lines.first().is_some_and(|line| line.trim_start().starts_with('{')) { parse_log(path, &lines) } else { parse(path, &lines) }
 }
 
+/// Times that a log may have, in seconds since 1970: three thousand years, so that what is garbage is no time.
+const SINCE_1970: RangeInclusive<f64> = 0.0..=1e11;
+/// The most tokens of a prompt or an answer: sums of some still fit.
+const MOST: Tokens = Tokens::MAX / 4;
+
 /// What a line of the access log says of a request, as far as it says the same again in a simulation.
 #[derive(Deserialize)]
 struct Logged {
     /// When it was over.
     timestamp: String,
+    reason: String,
     total_ms: f64,
     prompt_tokens: Option<Tokens>,
     output_tokens: Option<Tokens>,
@@ -52,12 +59,15 @@ struct Logged {
 fn parse_log(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
     let mut requests: Vec<(f64, Job)> = Vec::new();
     for line in lines {
-        let Ok(Logged { timestamp, total_ms, prompt_tokens: Some(prompt), output_tokens: Some(output), score }) = serde_json::from_str(line) else {
+        let Ok(Logged { timestamp, reason, total_ms, prompt_tokens: Some(prompt), output_tokens: Some(output), score }) = serde_json::from_str(line)
+        else {
             continue;
         };
-        if let Some(ended) = seconds(&timestamp) {
+        // What was cut off says nothing of its length.
+        let arrived = seconds(&timestamp).map(|ended| ended - total_ms / 1e3).filter(|arrived| reason == "ok" && SINCE_1970.contains(arrived));
+        if let Some(arrived) = arrived {
             let score = score.and_then(Score::new);
-            requests.push((ended - total_ms / 1e3, Job { score, ..Job::new(prompt, output) }));
+            requests.push((arrived, Job { score, ..Job::new(prompt.min(MOST), output.min(MOST)) }));
         }
     }
     requests.sort_by(|a, b| a.0.total_cmp(&b.0));
@@ -74,12 +84,12 @@ fn seconds(timestamp: &str) -> Option<f64> {
     let (date, time) = timestamp.strip_suffix('Z')?.split_once('T')?;
     let numbers = |text: &str, by: char| text.split(by).map(|part| part.parse::<f64>().ok()).collect::<Option<Vec<f64>>>();
     let (date, time) = (numbers(date, '-')?, numbers(time, ':')?);
-    let ([year, month, day], [hours, minutes, seconds]) = (date[..].try_into().ok()?, time[..].try_into().ok()?);
+    let ([year, month, day], [hours, minutes, second]) = (date[..].try_into().ok()?, time[..].try_into().ok()?);
     // Years begin in March, so that a leap day is the last of one.
     let (year, month): (f64, f64) = if month > 2.0 { (year, month - 3.0) } else { (year - 1.0, month + 9.0) };
     let leap_days = (year / 4.0).floor() - (year / 100.0).floor() + (year / 400.0).floor();
     let days = year * 365.0 + leap_days + ((153.0 * month + 2.0) / 5.0).floor() + day - 719_469.0;
-    Some(days * 86_400.0 + hours * 3_600.0 + minutes * 60.0 + seconds)
+    Some(days * 86_400.0 + hours * 3_600.0 + minutes * 60.0 + second)
 }
 
 fn parse(path: &Path, lines: &[String]) -> Result<Vec<Job>, ConfigError> {
@@ -155,6 +165,8 @@ mod tests {
 {"timestamp":"2024-03-01T00:00:01.6Z","level":"INFO","target":"headway","message":"reloaded"}
 {"timestamp":"2024-02-29T23:59:59.750000Z","level":"INFO","target":"access","reason":"ok","total_ms":1250.0,"prompt_tokens":9,"output_tokens":3}
 {"timestamp":"2024-03-01T00:00:02Z","level":"INFO","target":"access","reason":"queue_full","total_ms":0.1}
+{"timestamp":"2024-03-01T00:00:03Z","target":"access","reason":"client_left","total_ms":9.0,"prompt_tokens":5,"output_tokens":5}
+{"timestamp":"nan-1-1T0:0:0Z","target":"access","reason":"ok","total_ms":1e300,"prompt_tokens":5,"output_tokens":5}
 "#;
         std::fs::write(&file, log).unwrap();
         let jobs = read(&file).unwrap();
