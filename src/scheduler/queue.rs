@@ -197,8 +197,12 @@ impl Queue {
     pub fn served(&mut self, tenant: Option<TenantId>, service: Service) {
         let Some(waiting) = self.tenants.get_mut(&tenant) else { return };
         let before = std::mem::replace(&mut waiting.service, service);
-        self.by_service.remove(&(before, tenant));
+        if before == service {
+            return;
+        }
+        // In this order: a set that becomes empty gives its memory back.
         self.by_service.insert((service, tenant));
+        self.by_service.remove(&(before, tenant));
         let was_ahead = before > self.most;
         self.measure_others(Some(tenant));
         if was_ahead != (service > self.most) {
@@ -344,11 +348,12 @@ fn replace<First: Ord + Copy, Part: Ord + Copy>(
     if !shown || before == after {
         return;
     }
-    if let Some(before) = before {
-        firsts.remove(&(before, part));
-    }
+    // In this order: a set that becomes empty gives its memory back.
     if let Some(after) = after {
         firsts.insert((after, part));
+    }
+    if let Some(before) = before {
+        firsts.remove(&(before, part));
     }
 }
 

@@ -19,8 +19,8 @@ impl Scheduler {
                 // What was stolen may have been too large for what the victim has room for.
                 self.release_own(victim, actions);
             }
-            // Whose turn it is elsewhere depends on what a tenant has had here.
-            if self.counters.released == before || self.waiting() == 0 {
+            // Whose turn it is elsewhere depends on what a tenant has had here, where there are others.
+            if self.counters.released == before || !self.shares.compete() {
                 break;
             }
         }

@@ -45,7 +45,8 @@ pub(super) struct Shares {
     accounts: BTreeMap<Option<TenantId>, Account>,
     /// What the one that had least has had: never falls. Whoever comes back starts here, so that time without requests is no store of service.
     floor: Service,
-    /// Weights of those that wait, in millionths.
+    /// How many tenants have requests that wait, and their weights, in millionths.
+    tenants: usize,
     weights: u64,
 }
 
@@ -73,6 +74,7 @@ impl Shares {
             account.weight = weight;
             self.floor = self.floor.max(least.unwrap_or(account.service));
             self.weights += millionths(weight);
+            self.tenants += 1;
         }
         account.waiting += 1;
         account.bytes += u64::from(entry.bytes);
@@ -88,6 +90,7 @@ impl Shares {
         account.work = account.work.saturating_sub(entry.reckoned());
         if account.waiting == 0 {
             self.weights -= millionths(account.weight);
+            self.tenants -= 1;
         }
     }
 
@@ -118,6 +121,11 @@ impl Shares {
     pub fn reckon(&mut self, tenant: Option<TenantId>, work: Service) {
         let account = account(&mut self.accounts, tenant, self.floor);
         account.work = account.work.saturating_add(work);
+    }
+
+    /// Whether more than one tenant waits.
+    pub fn compete(&self) -> bool {
+        self.tenants > 1
     }
 
     /// Forgets whoever would start at the floor anyway.
