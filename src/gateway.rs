@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::config::{self, BackendSettings, RankerSettings, Snapshot, TrainingLogSettings, UsageLogSettings};
+use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
 use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
 use crate::learnt::{self, Keeper};
@@ -339,8 +339,8 @@ impl Gateway {
         let metrics = Metrics::default();
         let tenancy = next_tenancy(None, &snapshot);
         let shadow = next_shadow(None, snapshot.ranker.as_ref()).await?;
-        let training_log = next_training_log(None, snapshot.training_log.as_ref(), &metrics).await?;
-        let usage_log = next_usage_log(None, snapshot.usage_log.as_ref(), &metrics).await?;
+        let training_log = next_training_log(None, &snapshot, &metrics).await?;
+        let usage_log = next_usage_log(None, &snapshot, &metrics).await?;
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools =
             snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
@@ -377,8 +377,8 @@ impl Gateway {
         let (collector, wanted) = (live.snapshot.otlp.as_ref(), snapshot.otlp.as_ref());
         unchanged("telemetry.otlp.endpoint", shown(collector.map(|otlp| &otlp.endpoint)), shown(wanted.map(|otlp| &otlp.endpoint)))?;
         unchanged("telemetry.otlp.service_name", shown(collector.map(|otlp| &otlp.service_name)), shown(wanted.map(|otlp| &otlp.service_name)))?;
-        let training_log = next_training_log(live.training_log.as_ref(), snapshot.training_log.as_ref(), &self.metrics).await?;
-        let usage_log = next_usage_log(live.usage_log.as_ref(), snapshot.usage_log.as_ref(), &self.metrics).await?;
+        let training_log = next_training_log(Some(&live), &snapshot, &self.metrics).await?;
+        let usage_log = next_usage_log(Some(&live), &snapshot, &self.metrics).await?;
         let shadow = next_shadow(Some(&live), snapshot.ranker.as_ref()).await?;
         let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
@@ -546,32 +546,28 @@ async fn next_shadow(live: Option<&Live>, wanted: Option<&RankerSettings>) -> Re
     }
 }
 
-/// The training log that the next configuration asks for. The running one goes on if it is the same.
-async fn next_training_log(
-    running: Option<&Arc<TrainingLog>>,
-    wanted: Option<&TrainingLogSettings>,
-    metrics: &Metrics,
-) -> Result<Option<Arc<TrainingLog>>, TrainingLogError> {
-    let Some(wanted) = wanted else { return Ok(None) };
-    if let Some(same) = running.filter(|running| running.settings() == wanted) {
-        return Ok(Some(Arc::clone(same)));
-    }
-    let (wanted, counts) = (wanted.clone(), metrics.training_rows());
-    apart(move || TrainingLog::start(wanted, counts)).await.map(|log| Some(Arc::new(log)))
+async fn next_training_log(running: Option<&Live>, next: &Snapshot, metrics: &Metrics) -> Result<Option<Arc<TrainingLog>>, TrainingLogError> {
+    let (running, counts) = (running.and_then(|live| live.training_log.as_ref()), metrics.training_rows());
+    next_log(running, next.training_log.as_ref(), TrainingLog::settings, |wanted| TrainingLog::start(wanted, counts)).await
 }
 
-/// The usage log that the next configuration asks for. The running one goes on if it is the same.
-async fn next_usage_log(
-    running: Option<&Arc<UsageLog>>,
-    wanted: Option<&UsageLogSettings>,
-    metrics: &Metrics,
-) -> Result<Option<Arc<UsageLog>>, UsageLogError> {
-    let Some(wanted) = wanted else { return Ok(None) };
-    if let Some(same) = running.filter(|running| running.settings() == wanted) {
-        return Ok(Some(Arc::clone(same)));
+async fn next_usage_log(running: Option<&Live>, next: &Snapshot, metrics: &Metrics) -> Result<Option<Arc<UsageLog>>, UsageLogError> {
+    let (running, lines) = (running.and_then(|live| live.usage_log.as_ref()), metrics.usage_lines());
+    next_log(running, next.usage_log.as_ref(), UsageLog::settings, |wanted| UsageLog::start(wanted, lines)).await
+}
+
+/// The log that the next configuration asks for. The running one goes on if it is the same; opening another reads its file.
+async fn next_log<L: Send + Sync + 'static, S: PartialEq + Clone + Send + 'static, E: Send + 'static>(
+    running: Option<&Arc<L>>,
+    wanted: Option<&S>,
+    settings: impl Fn(&L) -> &S,
+    start: impl FnOnce(S) -> Result<L, E> + Send + 'static,
+) -> Result<Option<Arc<L>>, E> {
+    let Some(wanted) = wanted.cloned() else { return Ok(None) };
+    match running.filter(|running| *settings(running) == wanted) {
+        Some(same) => Ok(Some(Arc::clone(same))),
+        None => apart(move || start(wanted)).await.map(|log| Some(Arc::new(log))),
     }
-    let (wanted, lines) = (wanted.clone(), metrics.usage_lines());
-    apart(move || UsageLog::start(wanted, lines)).await.map(|log| Some(Arc::new(log)))
 }
 
 async fn keep_every_minute(gateway: Weak<Gateway>) {

@@ -1,24 +1,13 @@
 //! Gamma in whole runs: what the targets stand for, and that it settles.
 
+mod common;
+
 use std::time::Duration;
 
+use common::gateway;
 use headway::engine::Profile;
-use headway::scheduler::{Gamma, Lead, Limits, MaxOvertake, Mode, Order, Policy, PolicyParts, Target};
-use headway::simulator::{Arrivals, Dispatch, Length, Member, Part, Run, Scores, Setup, Workload, capacity, run};
-
-fn gateway(order: Order, gamma: Gamma) -> Dispatch {
-    let parts = PolicyParts {
-        order,
-        gamma,
-        max_overtake: MaxOvertake::Auto,
-        aging_threshold: Duration::from_secs(120),
-        aging_share: 0.1,
-        lead: Lead::Auto,
-        overload: true,
-    };
-    let limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, max_output: 32_768 };
-    Dispatch::Gateway { policy: Policy::new(parts).expect("the parts fit"), limits }
-}
+use headway::scheduler::{Gamma, Mode, Order, Target};
+use headway::simulator::{Arrivals, Length, Member, Part, Run, Scores, Setup, Workload, capacity, run};
 
 fn fleet() -> Vec<Member> {
     vec![Member::new(Profile { max_num_seqs: 32, ..Profile::medium() })]

@@ -1,9 +1,12 @@
 //! What becomes of the tail when what the default policy goes by is wrong: never much more than first come, first served has. Seeds are fixed, so a figure that moves was moved by a change.
 
+mod common;
+
 use std::time::Duration;
 
+use common::gateway;
 use headway::engine::Profile;
-use headway::scheduler::{Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyParts, Score, Target, Time};
+use headway::scheduler::{Gamma, Order, Score, Target, Time};
 use headway::simulator::{Arrivals, Dispatch, Fault, Figures, Length, Member, Part, Plan, Scores, Setup, Tells, Workload, capacity, run};
 
 /// The longest answer, in tokens.
@@ -20,21 +23,6 @@ fn workload(backends: usize, seed: u64) -> Workload {
     workload.pace(0.9 * capacity(&fleet(backends), &workload));
     workload.score(Scores::Tau(0.5), seed);
     workload
-}
-
-/// As `policies/headway.yaml` has it, but for these.
-fn gateway(order: Order, target: Target) -> Dispatch {
-    let parts = PolicyParts {
-        order,
-        gamma: Gamma::Target(target),
-        max_overtake: MaxOvertake::Auto,
-        aging_threshold: Duration::from_secs(120),
-        aging_share: 0.1,
-        lead: Lead::Auto,
-        overload: true,
-    };
-    let limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, max_output: 32_768 };
-    Dispatch::Gateway { policy: Policy::new(parts).expect("the parts fit"), limits }
 }
 
 fn figures(dispatch: Dispatch, backends: usize, workload: &Workload, faults: &[(f64, Fault)]) -> Figures {
@@ -58,7 +46,7 @@ fn ratios(backends: usize, change: impl Fn(&mut Workload, u64), faults: &[(f64, 
     for seed in seeds {
         let mut workload = workload(backends, seed);
         change(&mut workload, seed);
-        let figures = |order, target| figures(gateway(order, target), backends, &workload, faults).ttlt;
+        let figures = |order, target| figures(gateway(order, Gamma::Target(target)), backends, &workload, faults).ttlt;
         let arrival = figures(Order::Fcfs, Target::Mean);
         let (ours, tail) = (figures(Order::Headway, Target::Mean), figures(Order::Headway, Target::Tail));
         ratios.mean += ours.mean / arrival.mean / seeds.len() as f64;
