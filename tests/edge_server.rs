@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use headway::config::{Edge, Tls};
-use headway::proxy::server::{Handler, Options, Server, Stop};
+use headway::proxy::server::{Handler, Options, Server, Stop, Uploading};
 use http::{Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Full};
@@ -106,11 +106,13 @@ impl Handler for StandIn {
 
     async fn begin(&self, _: tokio::runtime::Handle) {}
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<Answer> {
+    async fn handle(self: Arc<Self>, request: Request<Incoming>, uploading: Uploading) -> Response<Answer> {
         let mut guard = Guard(Some(self.events.clone()));
         let path = request.uri().path().to_owned();
         self.events.send(Event::Began).unwrap();
-        let body = match request.into_body().collect().await {
+        let uploaded = request.into_body().collect().await;
+        drop(uploading);
+        let body = match uploaded {
             Ok(body) => body.to_bytes(),
             Err(_) => std::future::pending().await,
         };

@@ -38,6 +38,8 @@ pub struct Vitals {
     begun: AtomicUsize,
     /// Requests that have ended.
     ended: AtomicUsize,
+    /// Requests whose bodies are being read.
+    uploading: AtomicUsize,
     /// The connection had no request for too long.
     expired: AtomicBool,
 }
@@ -46,6 +48,10 @@ pub struct Vitals {
 #[derive(Debug)]
 pub struct InProgress(Arc<Vitals>);
 
+/// One request whose body is being read: who reads notices when the client leaves.
+#[derive(Debug)]
+pub struct Uploading(Arc<Vitals>);
+
 impl Vitals {
     /// Counts a request until the value is dropped.
     pub fn begin(self: &Arc<Self>) -> InProgress {
@@ -53,9 +59,19 @@ impl Vitals {
         InProgress(Arc::clone(self))
     }
 
+    /// The body of a request is being read until the value is dropped.
+    pub fn upload(self: &Arc<Self>) -> Uploading {
+        self.uploading.fetch_add(1, Ordering::Relaxed);
+        Uploading(Arc::clone(self))
+    }
+
     /// Whether the connection should be closed for being idle.
     pub fn is_expired(&self) -> bool {
         self.expired.load(Ordering::Relaxed)
+    }
+
+    fn is_uploading(&self) -> bool {
+        self.uploading.load(Ordering::Relaxed) > 0
     }
 
     fn is_busy(&self) -> bool {
@@ -66,6 +82,12 @@ impl Vitals {
 impl Drop for InProgress {
     fn drop(&mut self) {
         self.0.ended.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Uploading {
+    fn drop(&mut self) {
+        self.0.uploading.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -182,7 +204,12 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Downstream<S> {
     /// Looks whether the client is still there while hyper does not read. One that has closed its sending side counts as gone: a close and a half-close
     /// look the same until something is written.
     fn poll_presence(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
-        if std::mem::take(&mut self.asked) || self.half_close || self.protocol == Protocol::Http2 || !self.vitals.is_busy() {
+        if std::mem::take(&mut self.asked)
+            || self.half_close
+            || self.protocol == Protocol::Http2
+            || !self.vitals.is_busy()
+            || self.vitals.is_uploading()
+        {
             return Ok(());
         }
         while self.ahead.len() < AHEAD {
@@ -378,6 +405,10 @@ mod tests {
             seen += read(&mut downstream).await.unwrap().len();
         }
         drop(client);
+        // Who reads the body looks after the client meanwhile.
+        let uploading = vitals.upload();
+        downstream.flush().await.unwrap();
+        drop(uploading);
         assert_eq!(downstream.flush().await.unwrap_err().kind(), io::ErrorKind::ConnectionReset);
     }
 }

@@ -4,7 +4,7 @@
 //! request holds (its share of memory, its place in a queue, its slot, its connection to a backend, its account) is held by that future or body, and
 //! settles on drop.
 //!
-//! `server` accepts · `connection` who is there · `body` read whole · `api` understood · `headers` cleaned · `upstream` sent · `stream` observed ·
+//! `server` accepts · `connection` who is there · `body` read whole · `api` understood · `headers` cleaned · `upstream` sent · `stream` observed, by a `pattern` where it can ·
 //! `reply` on its way back · `kept` what came of it, and `resume` going on with it from another backend · `response` what is said when there is no answer · `account` what is told of it all.
 
 mod account;
@@ -14,6 +14,7 @@ mod connection;
 mod headers;
 mod kept;
 mod models;
+mod pattern;
 mod reply;
 pub mod response;
 mod resume;
@@ -37,6 +38,7 @@ use tokio::time::Instant;
 use account::Account;
 use api::{Api, BadBody, Payload, Prompt, Splices};
 use body::{BodyError, Budget, Held};
+use connection::Uploading;
 use reply::{Pace, Paced, Reply, ReplyBody, ending_of};
 use response::Failure;
 use resume::{Again, Begun, Place};
@@ -124,15 +126,15 @@ impl Handler for Proxy {
         self.gateway.move_to(runtime).await;
     }
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>) -> Response<ReplyBody> {
+    async fn handle(self: Arc<Self>, request: Request<Incoming>, uploading: Uploading) -> Response<ReplyBody> {
         let (mut head, body) = request.into_parts();
         // Who expects to be told to go on has not sent the body, and does not when it is refused.
         let expects = head.headers.contains_key(EXPECT);
         let request_id = headers::request_id(&head.headers);
         let account = Account::open(&self.gateway, &mut head, request_id);
         let Told { ended, account, body } = match self.gateway.live().snapshot.edge.keepalive {
-            None => self.story(head, body, account).await,
-            Some(every) => match waiting::wait(Arc::clone(&self), every, head, body, account).await {
+            None => self.story(head, body, uploading, account).await,
+            Some(every) => match waiting::wait(Arc::clone(&self), every, head, body, uploading, account).await {
                 Ok(told) => told,
                 Err(response) => return response,
             },
@@ -181,12 +183,12 @@ impl Proxy {
     }
 
     /// One request, until there is something to tell its client.
-    async fn story(&self, head: Parts, body: Incoming, mut account: Account) -> Told {
+    async fn story(&self, head: Parts, body: Incoming, uploading: Uploading, mut account: Account) -> Told {
         let mut body = Some(body);
         let mut cut = self.cut.subscribe();
         let ended = tokio::select! {
             biased;
-            ended = self.answer(head, &mut body, &mut account) => ended,
+            ended = self.answer(head, &mut body, uploading, &mut account) => ended,
             // The sender lives as long as this handler.
             _ = cut.wait_for(|cut| *cut) => Err(Failure::ShuttingDown),
         };
@@ -199,7 +201,7 @@ impl Proxy {
     }
 
     /// One request, from its head to the head of its answer. `body` is left where it was not read.
-    async fn answer(&self, mut head: Parts, body: &mut Option<Incoming>, account: &mut Account) -> Result<Answered, Failure> {
+    async fn answer(&self, mut head: Parts, body: &mut Option<Incoming>, uploading: Uploading, account: &mut Account) -> Result<Answered, Failure> {
         // One value for the whole request: a reload in between changes nothing for it.
         let live = self.gateway.live();
         // Even a refusal has the shape that the client can read.
@@ -231,6 +233,7 @@ impl Proxy {
             None => Held::default(),
         };
         *body = None;
+        drop(uploading);
         let mut prompt = read_prompt(api, &head, &held.bytes).await?;
         account.asks_for(std::mem::take(&mut prompt.model), prompt.stream);
         let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, tenant, account.model()))?;

@@ -35,6 +35,7 @@ use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 
+pub use super::connection::Uploading;
 use super::connection::{Downstream, InProgress, Protocol, Vitals};
 use crate::config::{Edge, Tls};
 
@@ -62,8 +63,8 @@ pub trait Handler: Send + Sync + 'static {
     /// The server begins; connections are carried by `runtime`.
     fn begin(&self, runtime: Handle) -> impl Future<Output = ()> + Send;
 
-    /// Answers one request. The future, and then the body, are dropped when the client leaves.
-    fn handle(self: Arc<Self>, request: Request<Incoming>) -> impl Future<Output = Response<Self::Body>> + Send;
+    /// Answers one request. The future, and then the body, are dropped when the client leaves: at once, after `uploading` is dropped.
+    fn handle(self: Arc<Self>, request: Request<Incoming>, uploading: Uploading) -> impl Future<Output = Response<Self::Body>> + Send;
 
     /// The limits that hold now; asked once per connection.
     fn limits(&self) -> Edge;
@@ -245,10 +246,10 @@ impl<H: Handler> App<H> {
         let io = TokioIo::new(downstream);
         let (handler, counted, closing) = (Arc::clone(&self.handler), Arc::clone(&vitals), phase.clone());
         let service = service_fn(move |request: Request<Incoming>| {
-            let (handler, in_progress) = (Arc::clone(&handler), counted.begin());
+            let (handler, in_progress, uploading) = (Arc::clone(&handler), counted.begin(), counted.upload());
             let last = *closing.borrow() != Phase::Serving && request.version() <= Version::HTTP_11;
             async move {
-                let mut response = handler.handle(request).await;
+                let mut response = handler.handle(request, uploading).await;
                 if last {
                     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 }

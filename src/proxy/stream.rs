@@ -15,6 +15,7 @@ use serde_json::value::RawValue;
 
 use super::api::quoted;
 use super::kept::{Changes, Fate, Kept};
+use super::pattern::{Fits, Pattern};
 use crate::scheduler::Tokens;
 
 /// The longest line that is looked at, in bytes; a longer one passes unread and unchanged.
@@ -134,6 +135,8 @@ pub struct Observer {
     hiding: bool,
     /// What the client has got, where another backend may have to go on with it.
     kept: Option<Box<Kept>>,
+    /// The last event that brought nothing but a text.
+    pattern: Pattern,
 }
 
 /// What becomes of a line.
@@ -149,7 +152,16 @@ enum Verdict {
 impl Observer {
     /// An observer that tells the client the name it asked for, `model`, and hides the last usage chunk if `hide_usage`.
     pub fn new(model: &str, hide_usage: bool) -> Observer {
-        Observer { seen: Seen::default(), model: quoted(model), hide_usage, partial: BytesMut::new(), passing: false, hiding: false, kept: None }
+        Observer {
+            seen: Seen::default(),
+            model: quoted(model),
+            hide_usage,
+            partial: BytesMut::new(),
+            passing: false,
+            hiding: false,
+            kept: None,
+            pattern: Pattern::default(),
+        }
     }
 
     /// It keeps what the client gets from now on, behind what `kept` has.
@@ -171,7 +183,7 @@ impl Observer {
     pub fn of_the_rest(mut self, chat: bool) -> Observer {
         let told = self.kept.as_mut().map_or(0, |kept| kept.goes_on(chat, self.seen.output()));
         let seen = Seen { pieces: told, told, ..Seen::default() };
-        Observer { seen, partial: BytesMut::new(), passing: false, hiding: false, ..self }
+        Observer { seen, partial: BytesMut::new(), passing: false, hiding: false, pattern: Pattern::default(), ..self }
     }
 
     /// What is known so far.
@@ -270,28 +282,51 @@ impl Observer {
 
     /// Looks at one line without its end. Comments, event names and what is not understood pass.
     fn line(&mut self, line: &[u8]) -> Verdict {
+        if let Some(Fits { pieces, rename }) = self.pattern.fits(line) {
+            self.seen.pieces = self.seen.pieces.saturating_add(pieces);
+            return rename.map_or(Verdict::Pass, Verdict::Rename);
+        }
         let Some(payload) = line.strip_prefix(b"data:").map(<[u8]>::trim_ascii_start) else { return Verdict::Pass };
+        let before = self.seen;
+        let (verdict, text) = self.event(line, payload);
+        let pieces = self.seen.pieces - before.pieces;
+        if self.seen != (Seen { pieces: self.seen.pieces, ..before }) {
+            // Another event that was known may mean something else from now on.
+            self.pattern.forget();
+        } else if let Some(text) = text.filter(|text| pieces > 0 && !text.is_empty() && self.kept.is_none()) {
+            match &verdict {
+                Verdict::Pass => self.pattern.learn(line, text, Fits { pieces, rename: None }),
+                Verdict::Rename(place) => self.pattern.learn(line, text, Fits { pieces, rename: Some(place.clone()) }),
+                Verdict::Hide | Verdict::Change(_) => {}
+            }
+        }
+        verdict
+    }
+
+    /// Looks at one event, the payload of `line`; tells a text in it that may be all its news.
+    fn event<'a>(&mut self, line: &[u8], payload: &'a [u8]) -> (Verdict, Option<&'a str>) {
         if payload == b"[DONE]" {
             self.seen.done = true;
-            return Verdict::Pass;
+            return (Verdict::Pass, None);
         }
         let Ok(event) = serde_json::from_slice::<Event>(payload) else {
             if let Some(kept) = &mut self.kept {
                 kept.lose("it has an event that cannot be read");
             }
-            return Verdict::Pass;
+            return (Verdict::Pass, None);
         };
         let model = self.seen.event(&event);
         if self.hide_usage && event.usage.is_some() && event.choices.is_empty_list() {
-            return Verdict::Hide;
+            return (Verdict::Hide, None);
         }
+        let text = event.delta.text.or(event.choices.text);
         let renamed = model.filter(|raw| raw.get().as_bytes() != self.model && raw.get().starts_with('"')).map(|raw| place(line, raw));
         let changes = match self.kept.as_mut().map(|kept| kept.event(payload)) {
             None => Changes::new(),
-            Some(Fate::Hide) => return Verdict::Hide,
+            Some(Fate::Hide) => return (Verdict::Hide, None),
             Some(Fate::Change(changes)) => changes,
         };
-        match renamed {
+        let verdict = match renamed {
             Some(place) if changes.is_empty() => Verdict::Rename(place),
             None if changes.is_empty() => Verdict::Pass,
             renamed => {
@@ -301,7 +336,8 @@ impl Observer {
                 changes.sort_by_key(|(place, _)| place.start);
                 Verdict::Change(changes)
             }
-        }
+        };
+        (verdict, text)
     }
 }
 
@@ -325,8 +361,13 @@ pub fn read_answer(body: &Bytes, model: &str) -> Option<(Seen, Bytes)> {
 
 /// Where `raw`, a slice of `whole`, stands in it.
 pub(super) fn place(whole: &[u8], raw: &RawValue) -> Range<usize> {
-    let start = raw.get().as_ptr() as usize - whole.as_ptr() as usize;
-    start..start + raw.get().len()
+    place_of(whole, raw.get())
+}
+
+/// Where `part`, a slice of `whole`, stands in it.
+pub(super) fn place_of(whole: &[u8], part: &str) -> Range<usize> {
+    let start = part.as_ptr() as usize - whole.as_ptr() as usize;
+    start..start + part.len()
 }
 
 fn concat(a: &Bytes, b: &Bytes) -> Bytes {
@@ -397,6 +438,8 @@ struct Choices<'a> {
     count: u32,
     /// Choices that brought output.
     pieces: Tokens,
+    /// One of their texts, as it stands in the event.
+    text: Option<&'a str>,
     finish: Vec<Cow<'a, str>>,
 }
 
@@ -410,6 +453,8 @@ impl Choices<'_> {
 #[derive(Default)]
 struct Delta<'a> {
     any: bool,
+    /// One of its texts, as it stands in the event.
+    text: Option<&'a str>,
     stop_reason: Option<Cow<'a, str>>,
 }
 
@@ -417,57 +462,62 @@ struct Delta<'a> {
 #[serde(transparent)]
 struct Reason<'a>(#[serde(borrow)] Option<Cow<'a, str>>);
 
-/// True for a text, list or object with something in it.
-struct Any(bool);
+/// True for a text, list or object with something in it; and the text, if it stands in the event as it is.
+#[derive(Default)]
+struct Any<'a>(bool, Option<&'a str>);
 
-impl<'de> Deserialize<'de> for Any {
+impl<'de: 'a, 'a> Deserialize<'de> for Any<'a> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Look;
         impl<'de> Visitor<'de> for Look {
-            type Value = Any;
+            type Value = Any<'de>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("anything")
             }
 
-            fn visit_str<E>(self, text: &str) -> Result<Any, E> {
-                Ok(Any(!text.is_empty()))
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Any<'de>, E> {
+                Ok(Any(!text.is_empty(), Some(text)))
             }
 
-            fn visit_unit<E>(self) -> Result<Any, E> {
-                Ok(Any(false))
+            fn visit_str<E>(self, text: &str) -> Result<Any<'de>, E> {
+                Ok(Any(!text.is_empty(), None))
             }
 
-            fn visit_bool<E>(self, _: bool) -> Result<Any, E> {
-                Ok(Any(false))
+            fn visit_unit<E>(self) -> Result<Any<'de>, E> {
+                Ok(Any::default())
             }
 
-            fn visit_u64<E>(self, _: u64) -> Result<Any, E> {
-                Ok(Any(false))
+            fn visit_bool<E>(self, _: bool) -> Result<Any<'de>, E> {
+                Ok(Any::default())
             }
 
-            fn visit_i64<E>(self, _: i64) -> Result<Any, E> {
-                Ok(Any(false))
+            fn visit_u64<E>(self, _: u64) -> Result<Any<'de>, E> {
+                Ok(Any::default())
             }
 
-            fn visit_f64<E>(self, _: f64) -> Result<Any, E> {
-                Ok(Any(false))
+            fn visit_i64<E>(self, _: i64) -> Result<Any<'de>, E> {
+                Ok(Any::default())
             }
 
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Any, A::Error> {
+            fn visit_f64<E>(self, _: f64) -> Result<Any<'de>, E> {
+                Ok(Any::default())
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Any<'de>, A::Error> {
                 let mut any = false;
                 while seq.next_element::<IgnoredAny>()?.is_some() {
                     any = true;
                 }
-                Ok(Any(any))
+                Ok(Any(any, None))
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Any, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Any<'de>, A::Error> {
                 let mut any = false;
                 while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
                     any = true;
                 }
-                Ok(Any(any))
+                Ok(Any(any, None))
             }
         }
         deserializer.deserialize_any(Look)
@@ -503,8 +553,12 @@ impl<'de: 'a, 'a> Deserialize<'de> for Delta<'a> {
             }
 
             // The responses API's deltas are plain text.
+            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Delta<'de>, E> {
+                Ok(Delta { any: !text.is_empty(), text: Some(text), stop_reason: None })
+            }
+
             fn visit_str<E>(self, text: &str) -> Result<Delta<'de>, E> {
-                Ok(Delta { any: !text.is_empty(), stop_reason: None })
+                Ok(Delta { any: !text.is_empty(), ..Delta::default() })
             }
 
             fn visit_unit<E>(self) -> Result<Delta<'de>, E> {
@@ -517,7 +571,11 @@ impl<'de: 'a, 'a> Deserialize<'de> for Delta<'a> {
                     match field {
                         Field::StopReason => delta.stop_reason = map.next_value::<Reason>()?.0,
                         Field::Unknown => drop(map.next_value::<IgnoredAny>()?),
-                        _ => delta.any |= map.next_value::<Any>()?.0,
+                        _ => {
+                            let Any(any, text) = map.next_value()?;
+                            delta.any |= any;
+                            delta.text = text.or(delta.text);
+                        }
                     }
                 }
                 Ok(delta)
@@ -533,8 +591,8 @@ impl<'de: 'a, 'a> Deserialize<'de> for Choices<'a> {
         struct Choice<'a> {
             #[serde(borrow, default)]
             delta: Delta<'a>,
-            #[serde(default)]
-            text: Option<Any>,
+            #[serde(borrow, default)]
+            text: Any<'a>,
             #[serde(borrow, default)]
             finish_reason: Option<Cow<'a, str>>,
         }
@@ -555,7 +613,9 @@ impl<'de: 'a, 'a> Deserialize<'de> for Choices<'a> {
                 let mut choices = Choices { present: true, ..Choices::default() };
                 while let Some(choice) = seq.next_element::<Choice>()? {
                     choices.count += 1;
-                    choices.pieces += u32::from(choice.delta.any || choice.text.is_some_and(|text| text.0));
+                    let Any(any, text) = choice.text;
+                    choices.pieces += u32::from(choice.delta.any || any);
+                    choices.text = choice.delta.text.or(text).or(choices.text);
                     choices.finish.extend(choice.finish_reason);
                 }
                 Ok(choices)
@@ -750,6 +810,59 @@ mod tests {
             observer.feed(Bytes::from(line));
             assert!(observer.kept().unwrap().told(true, 0).is_err());
         }
+    }
+
+    /// Events as engines write them, often the same one with another text, and now and then another.
+    fn event() -> impl Strategy<Value = String> {
+        let text = prop_oneof![
+            8 => "[ -~é]{0,6}".prop_map(|text| serde_json::to_string(&text).unwrap()),
+            1 => prop::sample::select(vec!["\"\\n\"", "\"\\u00e9\"", "\"\\ud800\"", "\"\\x\"", "\"a\u{1}\"", "null", "[1]", "\"\",\"x\":\"\""]).prop_map(str::to_owned),
+        ];
+        let form = prop::sample::select(vec![
+            r#"{"id":"a","model":"up","choices":[{"index":0,"delta":{"content":TEXT},"finish_reason":null}]}"#,
+            r#"{"choices":[{"index":0,"delta":{"content":TEXT}}],"created":7,"model":"up"}"#,
+            r#"{"choices":[{"delta":{"content":TEXT,"reasoning":"b"}}],"usage":{"completion_tokens":4}}"#,
+            r#"{"choices":[{"delta":{"content":TEXT}}],"usage":{"completion_tokens":9}}"#,
+            r#"{"choices":[{"text":TEXT},{"text":"b"}]}"#,
+            r#"{"choices":[{"text":"a"},{"text":TEXT,"finish_reason":"length"}],"model":"up"}"#,
+            r#"{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3},"x":TEXT}"#,
+            r#"{"type":"content_block_delta","delta":{"type":"text_delta","text":TEXT}}"#,
+            r#"{"type":"response.output_text.delta","delta":TEXT}"#,
+            r#"{"type":"message_delta","delta":{"stop_reason":TEXT}}"#,
+            r#"{"error":TEXT}"#,
+        ]);
+        (form, text).prop_map(|(form, text)| format!("data: {}\n\n", form.replace("TEXT", &text)))
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(1_000))]
+
+        /// Knowing the event before changes nothing that is learnt or sent.
+        #[test]
+        fn an_event_that_is_known_says_what_it_would_say_read(forms in prop::collection::vec((event(), 1..4_usize), 1..8), asked in "up|other", hide: bool) {
+            let mut knowing = Observer::new(&asked, hide);
+            let mut reading = Observer::new(&asked, hide);
+            for event in forms.iter().flat_map(|(event, times)| std::iter::repeat_n(event, *times)) {
+                reading.pattern.forget();
+                let event = Bytes::copy_from_slice(event.as_bytes());
+                prop_assert_eq!(knowing.feed(event.clone()), reading.feed(event));
+                prop_assert_eq!(knowing.seen(), reading.seen());
+            }
+        }
+    }
+
+    #[test]
+    fn an_event_like_the_one_before_is_known() {
+        let mut observer = Observer::new("asked", false);
+        let event = |text: &str| format!("data: {{\"choices\":[{{\"delta\":{{\"content\":\"{text}\"}}}}],\"model\":\"up\"}}\n\n");
+        for (text, known) in [("a", false), ("bc", true), ("\\n", true), ("é", true), ("\\u00e9", false), ("d", true), ("", false), ("e", true)] {
+            assert_eq!(observer.pattern.fits(event(text).trim_ascii_end().as_bytes()).is_some(), known, "{text}");
+            let sent = observer.feed(Bytes::from(event(text)));
+            assert_eq!(sent, event(text).replace("up", "asked"));
+        }
+        assert_eq!(observer.seen().output(), 7);
+        observer.feed(Bytes::from_static(b"data: {\"usage\":{\"completion_tokens\":9}}\n\n"));
+        assert_eq!(observer.pattern.fits(event("f").trim_ascii_end().as_bytes()), None);
     }
 
     proptest! {

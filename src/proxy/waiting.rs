@@ -14,13 +14,21 @@ use hyper::body::Incoming;
 use tokio::time::{Instant, Sleep};
 
 use super::account::Account;
+use super::connection::Uploading;
 use super::reply::{Reply, ReplyBody};
 use super::response::{Failure, event_of};
 use super::{Answered, MOST_READ, Proxy, Told, headers};
 use crate::scheduler::Ending;
 
 /// Waits for what the request comes to. A stream for which that takes longer than `every` is answered with its head and comments instead.
-pub(super) async fn wait(proxy: Arc<Proxy>, every: Duration, head: Parts, body: Incoming, mut account: Account) -> Result<Told, Response<ReplyBody>> {
+pub(super) async fn wait(
+    proxy: Arc<Proxy>,
+    every: Duration,
+    head: Parts,
+    body: Incoming,
+    uploading: Uploading,
+    mut account: Account,
+) -> Result<Told, Response<ReplyBody>> {
     let (streams, committed) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
     account.is_awaited(Arc::clone(&streams));
     let id = account.request_id_header().clone();
@@ -29,7 +37,7 @@ pub(super) async fn wait(proxy: Arc<Proxy>, every: Duration, head: Parts, body: 
     let mut story: Story = Box::pin({
         let (proxy, committed) = (Arc::clone(&proxy), Arc::clone(&committed));
         async move {
-            let told = proxy.story(head, body, account).await;
+            let told = proxy.story(head, body, uploading, account).await;
             // Without a head of its own, what is no stream has to fit into an event.
             if committed.load(Ordering::Relaxed) { in_one_piece(told).await } else { told }
         }

@@ -1,13 +1,9 @@
 //! Conversations: which words decide the answer's length, and how long the prompt is.
 
 use std::borrow::Cow;
-use std::fmt;
 
-use serde::Deserialize;
-use serde::de::{Deserializer, MapAccess, Visitor};
-use serde_json::value::RawValue;
-
-use super::{BadBody, is_null, text, tokens};
+use super::json::Json;
+use super::{BadBody, text, tokens};
 use crate::ranker::PromptText;
 use crate::scheduler::Tokens;
 
@@ -33,7 +29,7 @@ pub struct Content {
 struct Turn<'a> {
     role: Option<Cow<'a, str>>,
     kind: Option<Cow<'a, str>>,
-    content: Option<&'a RawValue>,
+    content: Option<Json<'a>>,
     /// A tool's output, where items have one of their own; a tool call's arguments.
     other: usize,
 }
@@ -41,7 +37,7 @@ struct Turn<'a> {
 /// One part of a message's content.
 struct Part<'a> {
     kind: Kind,
-    text: Option<&'a RawValue>,
+    text: Option<Json<'a>>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -79,34 +75,33 @@ impl Kind {
 }
 
 /// Reads an array of messages or items (or, for a response's input, a plain string). `system` is a system prompt given apart, with its field's name.
-pub fn turns<'a>(raw: &'a RawValue, field: &'static str, system: Option<(&'static str, &'a RawValue)>) -> Result<Content, BadBody> {
+pub fn turns<'a>(value: Json<'a>, field: &'static str, system: Option<(&'static str, Json<'a>)>) -> Result<Content, BadBody> {
     let mut content = Content::default();
-    if let Some((name, raw)) = system.filter(|(_, raw)| !is_null(raw)) {
-        let parts = Parts::of(raw).ok_or(BadBody::wrong(name, "a string or an array of parts"))?;
-        content.tokens = parts.tokens();
+    if let Some((name, value)) = system.filter(|(_, value)| !value.is_null()) {
+        let parts = Parts::of(value).ok_or(BadBody::wrong(name, "a string or an array of parts"))?;
+        content.tokens = parts.tokens;
         content.text.system = parts.text(text::head);
     }
-    if raw.get().starts_with('"') && field == "input" {
-        content.tokens = content.tokens.saturating_add(tokens(raw.get().len()));
-        content.text.user = text::ends(raw);
+    if value.is_string() && field == "input" {
+        content.tokens = content.tokens.saturating_add(tokens(value.get().len()));
+        content.text.user = text::ends(value);
         return Ok(content);
     }
 
-    let turns: Vec<Turn> = serde_json::from_str(raw.get()).map_err(|_| wrong_turn(raw, field))?;
+    let turns = value.elements().ok_or(BadBody::wrong(field, if field == "input" { "a string or an array" } else { "an array" }))?;
     // Tool results that came after the last words of the user, and those words.
     let (mut results, mut user) = (0, None);
-    for (index, turn) in turns.iter().enumerate() {
-        let parts = match turn.content.filter(|raw| !is_null(raw)) {
+    for (index, turn) in turns.enumerate() {
+        let wrong = |part: &str, expected| BadBody::WrongType { field: format!("{field}[{index}]{part}").into(), expected };
+        let turn = Turn::of(turn).ok_or_else(|| wrong("", "an object with a `role` and `content`"))?;
+        let parts = match turn.content.filter(|value| !value.is_null()) {
             None => Parts::default(),
-            Some(raw) => Parts::of(raw).ok_or_else(|| BadBody::WrongType {
-                field: format!("{field}[{index}].content").into(),
-                expected: "a string, null or an array of parts",
-            })?,
+            Some(value) => Parts::of(value).ok_or_else(|| wrong(".content", "a string, null or an array of parts"))?,
         };
-        content.tokens = content.tokens.saturating_add(TOKENS_PER_MESSAGE + parts.tokens().saturating_add(tokens(turn.other)));
+        content.tokens = content.tokens.saturating_add(TOKENS_PER_MESSAGE + parts.tokens.saturating_add(tokens(turn.other)));
         match (turn.role.as_deref(), turn.kind.as_deref()) {
             (Some("system" | "developer"), _) if content.text.system.is_empty() => content.text.system = parts.text(text::head),
-            (Some("user"), _) if parts.is_tool_result() => results += 1,
+            (Some("user"), _) if parts.is_tool_result => results += 1,
             (Some("user"), _) => (results, user) = (0, Some(parts)),
             (Some("tool" | "function"), _) => results += 1,
             (None, Some(kind)) if kind.ends_with("_output") => results += 1,
@@ -123,73 +118,60 @@ pub fn turns<'a>(raw: &'a RawValue, field: &'static str, system: Option<(&'stati
 }
 
 /// Reads the prompt of a legacy completion: a string, strings, or tokens.
-pub fn plain(raw: &RawValue) -> Result<Content, BadBody> {
+pub fn plain(value: Json) -> Result<Content, BadBody> {
     let wrong = || BadBody::wrong("prompt", "a string, an array of strings, or an array of tokens");
-    let bytes = raw.get().len();
-    match raw.get().as_bytes()[0] {
-        b'"' => Ok(Content { text: PromptText { system: String::new(), user: text::ends(raw) }, tokens: tokens(bytes), several: false }),
-        b'[' => {
-            let prompts: Vec<&RawValue> = serde_json::from_str(raw.get()).map_err(|_| wrong())?;
-            let first = prompts.first().map_or(b' ', |raw| raw.get().as_bytes()[0]);
-            match first {
-                // Of several prompts the first stands for all.
-                b'"' => Ok(Content {
-                    text: PromptText { system: String::new(), user: text::ends(prompts[0]) },
-                    tokens: tokens(bytes),
-                    several: prompts.len() > 1,
-                }),
-                // Tokens cannot be read here: the request is neutral, but its length is known.
-                b'0'..=b'9' => Ok(Content { text: PromptText::default(), tokens: u32::try_from(prompts.len()).unwrap_or(u32::MAX), several: false }),
-                b'[' => Ok(Content { text: PromptText::default(), tokens: tokens(bytes), several: true }),
-                _ => Err(wrong()),
-            }
-        }
-        _ => Err(wrong()),
+    let length = tokens(value.get().len());
+    let text_of = |value| PromptText { system: String::new(), user: text::ends(value) };
+    if value.is_string() {
+        return Ok(Content { text: text_of(value), tokens: length, several: false });
     }
-}
-
-/// Names the first element that is not an object, or the field itself.
-fn wrong_turn(raw: &RawValue, field: &'static str) -> BadBody {
-    let Ok(elements) = serde_json::from_str::<Vec<&RawValue>>(raw.get()) else {
-        return BadBody::wrong(field, if field == "input" { "a string or an array" } else { "an array" });
-    };
-    match elements.iter().position(|element| serde_json::from_str::<Turn>(element.get()).is_err()) {
-        Some(index) => BadBody::WrongType { field: format!("{field}[{index}]").into(), expected: "an object with a `role` and `content`" },
-        None => BadBody::wrong(field, "an array"),
+    let mut prompts = value.elements().ok_or_else(wrong)?;
+    let first = prompts.next().ok_or_else(wrong)?;
+    match first.get().as_bytes()[0] {
+        // Of several prompts the first stands for all.
+        b'"' => Ok(Content { text: text_of(first), tokens: length, several: prompts.next().is_some() }),
+        // Tokens cannot be read here: the request is neutral, but its length is known.
+        b'0'..=b'9' => Ok(Content { text: PromptText::default(), tokens: u32::try_from(1 + prompts.count()).unwrap_or(u32::MAX), several: false }),
+        b'[' => Ok(Content { text: PromptText::default(), tokens: length, several: true }),
+        _ => Err(wrong()),
     }
 }
 
 /// A content: one string, or parts.
 #[derive(Default)]
-struct Parts<'a>(Vec<Part<'a>>);
+struct Parts<'a> {
+    value: Option<Json<'a>>,
+    tokens: Tokens,
+    /// Only results of tools, no words of a person: how Anthropic's API returns them.
+    is_tool_result: bool,
+}
 
 impl<'a> Parts<'a> {
     /// `None` unless it is a string or an array of objects (or of strings, which some clients send).
-    fn of(raw: &'a RawValue) -> Option<Parts<'a>> {
-        match raw.get().as_bytes()[0] {
-            b'"' => Some(Parts(vec![Part { kind: Kind::Text, text: Some(raw) }])),
-            b'[' => {
-                let raws: Vec<&RawValue> = serde_json::from_str(raw.get()).ok()?;
-                raws.into_iter().map(Part::of).collect::<Option<_>>().map(Parts)
-            }
-            _ => None,
+    fn of(value: Json<'a>) -> Option<Parts<'a>> {
+        let mut parts = Parts { value: Some(value), tokens: 0, is_tool_result: false };
+        if value.is_string() {
+            parts.tokens = tokens(value.get().len());
+            return Some(parts);
         }
+        let (mut count, mut results) = (0, 0);
+        for element in value.elements()? {
+            let part = Part::of(element)?;
+            parts.tokens = parts.tokens.saturating_add(part.tokens());
+            count += 1;
+            results += usize::from(part.kind == Kind::ToolResult);
+        }
+        parts.is_tool_result = count > 0 && count == results;
+        Some(parts)
     }
 
-    fn tokens(&self) -> Tokens {
-        self.0.iter().fold(0, |sum, part| sum.saturating_add(part.tokens()))
-    }
-
-    /// Only results of tools, no words of a person: how Anthropic's API returns them.
-    fn is_tool_result(&self) -> bool {
-        !self.0.is_empty() && self.0.iter().all(|part| part.kind == Kind::ToolResult)
-    }
-
-    fn text(&self, read: fn(&RawValue) -> String) -> String {
+    fn text(&self, read: fn(Json) -> String) -> String {
         let mut all = String::new();
-        for part in &self.0 {
+        let Some(value) = self.value else { return all };
+        let Some(elements) = value.elements() else { return read(value) };
+        for part in elements.filter_map(Part::of) {
             match (part.kind, part.text) {
-                (Kind::Text, Some(raw)) => text::join(&mut all, &read(raw)),
+                (Kind::Text, Some(value)) => text::join(&mut all, &read(value)),
                 (kind, _) => text::join(&mut all, kind.marker()),
             }
             if all.len() > text::MOST {
@@ -201,79 +183,43 @@ impl<'a> Parts<'a> {
 }
 
 impl<'a> Part<'a> {
-    fn of(raw: &'a RawValue) -> Option<Part<'a>> {
-        #[derive(Deserialize)]
-        struct Fields<'a> {
-            #[serde(rename = "type", borrow, default)]
-            kind: Option<Cow<'a, str>>,
-            #[serde(borrow, default)]
-            text: Option<&'a RawValue>,
-            #[serde(borrow, default)]
-            content: Option<&'a RawValue>,
+    fn of(value: Json<'a>) -> Option<Part<'a>> {
+        if value.is_string() {
+            return Some(Part { kind: Kind::Text, text: Some(value) });
         }
-        match raw.get().as_bytes()[0] {
-            b'"' => Some(Part { kind: Kind::Text, text: Some(raw) }),
-            b'{' => {
-                let fields: Fields = serde_json::from_str(raw.get()).ok()?;
-                let kind = Kind::of(fields.kind.as_deref().unwrap_or("text"));
-                let text = if kind == Kind::ToolResult { fields.content } else { fields.text };
-                Some(Part { kind, text: text.filter(|raw| kind == Kind::ToolResult || raw.get().starts_with('"')) })
+        let (mut kind, mut text, mut content) = (Kind::Text, None, None);
+        for (name, value) in value.members()? {
+            match &*name {
+                "type" if !value.is_null() => kind = Kind::of(&value.string()?),
+                "text" => text = Some(value).filter(|value| value.is_string()),
+                "content" => content = Some(value).filter(|value| !value.is_null()),
+                _ => {}
             }
-            _ => None,
         }
+        Some(Part { kind, text: if kind == Kind::ToolResult { content } else { text } })
     }
 
     fn tokens(&self) -> Tokens {
         match self.kind {
-            Kind::Text | Kind::Unknown | Kind::ToolResult => self.text.map_or(0, |raw| tokens(raw.get().len())),
+            Kind::Text | Kind::Unknown | Kind::ToolResult => self.text.map_or(0, |value| tokens(value.get().len())),
             Kind::Image => TOKENS_PER_IMAGE,
             Kind::Audio | Kind::File => TOKENS_PER_FILE,
         }
     }
 }
 
-impl<'de: 'a, 'a> Deserialize<'de> for Turn<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Object;
-
-        #[derive(Deserialize)]
-        #[serde(field_identifier, rename_all = "snake_case")]
-        enum Field {
-            Role,
-            Type,
-            Content,
-            Output,
-            Arguments,
-            ToolCalls,
-            #[serde(other)]
-            Unknown,
-        }
-
-        #[derive(Deserialize)]
-        #[serde(transparent)]
-        struct Name<'a>(#[serde(borrow)] Option<Cow<'a, str>>);
-
-        impl<'de> Visitor<'de> for Object {
-            type Value = Turn<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Turn<'de>, A::Error> {
-                let mut turn = Turn::default();
-                while let Some(key) = map.next_key::<Field>()? {
-                    match key {
-                        Field::Role => turn.role = map.next_value::<Name>()?.0,
-                        Field::Type => turn.kind = map.next_value::<Name>()?.0,
-                        Field::Content => turn.content = Some(map.next_value()?),
-                        Field::Output | Field::Arguments | Field::ToolCalls => turn.other += map.next_value::<&RawValue>()?.get().len(),
-                        Field::Unknown => drop(map.next_value::<serde::de::IgnoredAny>()?),
-                    }
-                }
-                Ok(turn)
+impl<'a> Turn<'a> {
+    fn of(value: Json<'a>) -> Option<Turn<'a>> {
+        let mut turn = Turn::default();
+        for (name, value) in value.members()? {
+            match &*name {
+                "role" if !value.is_null() => turn.role = Some(value.string()?),
+                "type" if !value.is_null() => turn.kind = Some(value.string()?),
+                "content" => turn.content = Some(value),
+                "output" | "arguments" | "tool_calls" => turn.other += value.get().len(),
+                _ => {}
             }
         }
-        deserializer.deserialize_map(Object)
+        Some(turn)
     }
 }

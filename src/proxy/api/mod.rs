@@ -4,26 +4,22 @@
 //! backend as the client wrote them.
 
 mod chat;
-mod depth;
+pub mod json;
 mod multipart;
 pub mod resume;
 mod splice;
 mod text;
 
 use std::borrow::Cow;
-use std::fmt;
 use std::ops::Range;
-
-use percent_encoding::percent_decode_str;
-use serde::Deserialize;
-use serde::de::{Deserializer, MapAccess, Visitor};
-use serde_json::value::RawValue;
 
 use crate::ranker::PromptText;
 use crate::scheduler::Tokens;
 use crate::tenancy::Priority;
+use json::{Json, NotJson};
+use percent_encoding::percent_decode_str;
 
-pub use depth::MAX_DEPTH;
+pub use json::MAX_DEPTH;
 pub use splice::{Payload, Splices};
 
 /// The longest model name, in bytes: it is kept, logged, compared and told back.
@@ -158,20 +154,23 @@ impl BadBody {
     }
 }
 
+impl From<NotJson> for BadBody {
+    fn from(fault: NotJson) -> BadBody {
+        match fault {
+            NotJson::Syntax(text) => BadBody::Syntax(text),
+            NotJson::TooDeep => BadBody::TooDeep,
+        }
+    }
+}
+
 /// Reads a JSON body.
 pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
-    if depth::is_too_deep(body) {
-        return Err(BadBody::TooDeep);
-    }
-    let fields: Fields = serde_json::from_slice(body).map_err(|e| match e.classify() {
-        serde_json::error::Category::Data => BadBody::NotAnObject,
-        _ => BadBody::Syntax(e.to_string()),
-    })?;
-    let place = |raw: &RawValue| place(body, raw.get());
+    let fields = Fields::of(Json::check(body)?).ok_or(BadBody::NotAnObject)?;
+    let place = |value: &Json| value.place(body);
 
     let model = match fields.model.last() {
         None => return Err(BadBody::Missing("model")),
-        Some(raw) => string(raw).ok_or(BadBody::wrong("model", "a string"))?.into_owned(),
+        Some(value) => value.string().ok_or(BadBody::wrong("model", "a string"))?.into_owned(),
     };
     if model.len() > LONGEST_NAME {
         return Err(BadBody::NameTooLong);
@@ -188,9 +187,9 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         places: Places {
             // The body parsed as an object, so it has a brace.
             front: body.iter().position(|&b| b == b'{').map_or(0, |at| at + 1),
-            model: fields.model.iter().map(|raw| place(raw)).collect(),
+            model: fields.model.iter().map(place).collect(),
             form_model: None,
-            priority: fields.priority.iter().map(|raw| place(raw)).collect(),
+            priority: fields.priority.iter().map(place).collect(),
             stream_options: Vec::new(),
         },
     };
@@ -199,8 +198,8 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         return Ok(prompt);
     }
 
-    for raw in &fields.stream_options {
-        let options = stream_options(body, raw)?;
+    for &value in &fields.stream_options {
+        let options = stream_options(body, value)?;
         prompt.include_usage = options.1;
         prompt.places.stream_options.push(options.0);
     }
@@ -211,16 +210,16 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         Api::Completions | Api::Messages | Api::Other => count(fields.max_tokens, "max_tokens")?,
     };
     // A tier of the backend's own says nothing here.
-    prompt.priority = fields.service_tier.and_then(string).and_then(|tier| Priority::of_tier(&tier));
+    prompt.priority = fields.service_tier.and_then(Json::string).and_then(|tier| Priority::of_tier(&tier));
     let answers = count(fields.n, "n")?.unwrap_or(1).max(1);
     prompt.max_output = limit.map(|limit| limit.saturating_mul(answers));
 
     let content = match api {
         Api::Chat => chat::turns(required(fields.messages, "messages")?, "messages", None)?,
-        Api::Messages => chat::turns(required(fields.messages, "messages")?, "messages", fields.system.map(|raw| ("system", raw)))?,
+        Api::Messages => chat::turns(required(fields.messages, "messages")?, "messages", fields.system.map(|value| ("system", value)))?,
         Api::Responses => {
             // A stored prompt or an earlier response can stand in for the input.
-            let instructions = fields.instructions.map(|raw| ("instructions", raw));
+            let instructions = fields.instructions.map(|value| ("instructions", value));
             match fields.input {
                 Some(input) => chat::turns(input, "input", instructions)?,
                 None => chat::Content::default(),
@@ -229,7 +228,7 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         Api::Completions => chat::plain(required(fields.prompt, "prompt")?)?,
         Api::Other => chat::Content::default(),
     };
-    let tools = fields.tools.map_or(0, |raw| raw.get().len());
+    let tools = fields.tools.map_or(0, |value| value.get().len());
     prompt.prompt_tokens = content.tokens.saturating_add(tokens(tools));
     prompt.single = answers == 1 && !content.several;
     prompt.text = content.text;
@@ -316,126 +315,70 @@ pub fn quoted(text: &str) -> Vec<u8> {
     serde_json::to_vec(text).unwrap_or_default()
 }
 
-/// The top-level fields that are looked at, as raw text.
+/// The top-level fields that are looked at. Of equal names the last one counts, as in most parsers behind us.
 #[derive(Default)]
 struct Fields<'a> {
-    model: Vec<&'a RawValue>,
-    priority: Vec<&'a RawValue>,
-    stream_options: Vec<&'a RawValue>,
-    service_tier: Option<&'a RawValue>,
-    stream: Option<&'a RawValue>,
-    max_tokens: Option<&'a RawValue>,
-    max_completion_tokens: Option<&'a RawValue>,
-    max_output_tokens: Option<&'a RawValue>,
-    n: Option<&'a RawValue>,
-    messages: Option<&'a RawValue>,
-    prompt: Option<&'a RawValue>,
-    input: Option<&'a RawValue>,
-    instructions: Option<&'a RawValue>,
-    system: Option<&'a RawValue>,
-    tools: Option<&'a RawValue>,
+    model: Vec<Json<'a>>,
+    priority: Vec<Json<'a>>,
+    stream_options: Vec<Json<'a>>,
+    service_tier: Option<Json<'a>>,
+    stream: Option<Json<'a>>,
+    max_tokens: Option<Json<'a>>,
+    max_completion_tokens: Option<Json<'a>>,
+    max_output_tokens: Option<Json<'a>>,
+    n: Option<Json<'a>>,
+    messages: Option<Json<'a>>,
+    prompt: Option<Json<'a>>,
+    input: Option<Json<'a>>,
+    instructions: Option<Json<'a>>,
+    system: Option<Json<'a>>,
+    tools: Option<Json<'a>>,
 }
 
-#[derive(Deserialize)]
-#[serde(field_identifier, rename_all = "snake_case")]
-enum Field {
-    Model,
-    Priority,
-    ServiceTier,
-    StreamOptions,
-    Stream,
-    MaxTokens,
-    MaxCompletionTokens,
-    MaxOutputTokens,
-    N,
-    Messages,
-    Prompt,
-    Input,
-    Instructions,
-    System,
-    Tools,
-    #[serde(other)]
-    Unknown,
-}
-
-impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Object;
-        impl<'de> Visitor<'de> for Object {
-            type Value = Fields<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a JSON object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
-                let mut fields = Fields::default();
-                // Of equal keys the last one counts, as in most parsers behind us.
-                while let Some(key) = map.next_key::<Field>()? {
-                    let slot = match key {
-                        Field::Model => {
-                            fields.model.push(map.next_value()?);
-                            continue;
-                        }
-                        Field::Priority => {
-                            fields.priority.push(map.next_value()?);
-                            continue;
-                        }
-                        Field::StreamOptions => {
-                            fields.stream_options.push(map.next_value()?);
-                            continue;
-                        }
-                        Field::Unknown => {
-                            map.next_value::<serde::de::IgnoredAny>()?;
-                            continue;
-                        }
-                        Field::ServiceTier => &mut fields.service_tier,
-                        Field::Stream => &mut fields.stream,
-                        Field::MaxTokens => &mut fields.max_tokens,
-                        Field::MaxCompletionTokens => &mut fields.max_completion_tokens,
-                        Field::MaxOutputTokens => &mut fields.max_output_tokens,
-                        Field::N => &mut fields.n,
-                        Field::Messages => &mut fields.messages,
-                        Field::Prompt => &mut fields.prompt,
-                        Field::Input => &mut fields.input,
-                        Field::Instructions => &mut fields.instructions,
-                        Field::System => &mut fields.system,
-                        Field::Tools => &mut fields.tools,
-                    };
-                    *slot = Some(map.next_value()?);
+impl<'a> Fields<'a> {
+    fn of(body: Json<'a>) -> Option<Fields<'a>> {
+        let mut fields = Fields::default();
+        for (name, value) in body.members()? {
+            let slot = match &*name {
+                "model" => {
+                    fields.model.push(value);
+                    continue;
                 }
-                Ok(fields)
-            }
+                "priority" => {
+                    fields.priority.push(value);
+                    continue;
+                }
+                "stream_options" => {
+                    fields.stream_options.push(value);
+                    continue;
+                }
+                "service_tier" => &mut fields.service_tier,
+                "stream" => &mut fields.stream,
+                "max_tokens" => &mut fields.max_tokens,
+                "max_completion_tokens" => &mut fields.max_completion_tokens,
+                "max_output_tokens" => &mut fields.max_output_tokens,
+                "n" => &mut fields.n,
+                "messages" => &mut fields.messages,
+                "prompt" => &mut fields.prompt,
+                "input" => &mut fields.input,
+                "instructions" => &mut fields.instructions,
+                "system" => &mut fields.system,
+                "tools" => &mut fields.tools,
+                _ => continue,
+            };
+            *slot = Some(value);
         }
-        deserializer.deserialize_map(Object)
+        Some(fields)
     }
 }
 
-/// Where `part`, a slice of `whole`, stands in it.
-fn place(whole: &[u8], part: &str) -> Range<usize> {
-    let start = part.as_ptr() as usize - whole.as_ptr() as usize;
-    start..start + part.len()
-}
-
-/// The text of a JSON string; `None` if the value is something else.
-fn string(raw: &RawValue) -> Option<Cow<'_, str>> {
-    #[derive(Deserialize)]
-    #[serde(transparent)]
-    struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
-    serde_json::from_str::<Text>(raw.get()).ok().map(|text| text.0)
-}
-
-fn is_null(raw: &RawValue) -> bool {
-    raw.get() == "null"
-}
-
-fn required<'a>(raw: Option<&'a RawValue>, field: &'static str) -> Result<&'a RawValue, BadBody> {
-    raw.filter(|raw| !is_null(raw)).ok_or(BadBody::Missing(field))
+fn required<'a>(value: Option<Json<'a>>, field: &'static str) -> Result<Json<'a>, BadBody> {
+    value.filter(|value| !value.is_null()).ok_or(BadBody::Missing(field))
 }
 
 /// A boolean; absent and null are false.
-fn flag(raw: Option<&RawValue>, field: &'static str) -> Result<bool, BadBody> {
-    match raw.map(RawValue::get) {
+fn flag(value: Option<Json>, field: &'static str) -> Result<bool, BadBody> {
+    match value.map(Json::get) {
         None | Some("null") | Some("false") => Ok(false),
         Some("true") => Ok(true),
         Some(_) => Err(BadBody::wrong(field, "a boolean")),
@@ -443,70 +386,30 @@ fn flag(raw: Option<&RawValue>, field: &'static str) -> Result<bool, BadBody> {
 }
 
 /// A count; null is absent, and what does not fit is as large as can be.
-fn count(raw: Option<&RawValue>, field: &'static str) -> Result<Option<u32>, BadBody> {
-    let wrong = || BadBody::wrong(field, "a whole number, zero or more");
-    let Some(raw) = raw.filter(|raw| !is_null(raw)) else { return Ok(None) };
-    if let Ok(value) = serde_json::from_str::<u64>(raw.get()) {
-        return Ok(Some(u32::try_from(value).unwrap_or(u32::MAX)));
+fn count(value: Option<Json>, field: &'static str) -> Result<Option<u32>, BadBody> {
+    let Some(value) = value.filter(|value| !value.is_null()) else { return Ok(None) };
+    if let Some(whole) = value.read::<u64>() {
+        return Ok(Some(u32::try_from(whole).unwrap_or(u32::MAX)));
     }
     // 100.0 is what some clients make of 100.
-    match serde_json::from_str::<f64>(raw.get()) {
-        Ok(value) if value >= 0.0 && value.fract() == 0.0 => Ok(Some(value as u32)),
-        _ => Err(wrong()),
+    match value.read::<f64>() {
+        Some(number) if number >= 0.0 && number.fract() == 0.0 => Ok(Some(number as u32)),
+        _ => Err(BadBody::wrong(field, "a whole number, zero or more")),
     }
 }
 
 /// Where `stream_options` and its parts stand, and whether it asks for usage.
-fn stream_options(body: &[u8], raw: &RawValue) -> Result<(StreamOptions, bool), BadBody> {
-    struct Found<'a> {
-        any: bool,
-        include_usage: Vec<&'a RawValue>,
-    }
-    impl<'de: 'a, 'a> Deserialize<'de> for Found<'a> {
-        fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-            struct Object;
-            impl<'de> Visitor<'de> for Object {
-                type Value = Found<'de>;
-
-                fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                    f.write_str("an object")
-                }
-
-                fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
-                    let mut found = Found { any: false, include_usage: Vec::new() };
-                    #[derive(Deserialize)]
-                    #[serde(field_identifier, rename_all = "snake_case")]
-                    enum Option {
-                        IncludeUsage,
-                        #[serde(other)]
-                        Unknown,
-                    }
-                    while let Some(key) = map.next_key::<Option>()? {
-                        found.any = true;
-                        match key {
-                            Option::IncludeUsage => found.include_usage.push(map.next_value()?),
-                            Option::Unknown => drop(map.next_value::<serde::de::IgnoredAny>()?),
-                        }
-                    }
-                    Ok(found)
-                }
-            }
-            deserializer.deserialize_map(Object)
-        }
-    }
-
-    let value = place(body, raw.get());
-    if is_null(raw) {
+fn stream_options(body: &[u8], options: Json) -> Result<(StreamOptions, bool), BadBody> {
+    let value = options.place(body);
+    if options.is_null() {
         return Ok((StreamOptions { value, front: None, include_usage: Vec::new() }, false));
     }
-    let found: Found = serde_json::from_str(raw.get()).map_err(|_| BadBody::wrong("stream_options", "an object"))?;
-    let asked = flag(found.include_usage.last().copied(), "stream_options.include_usage")?;
-    let options = StreamOptions {
-        front: Some((value.start + 1, found.any)),
-        include_usage: found.include_usage.iter().map(|raw| place(body, raw.get())).collect(),
-        value,
-    };
-    Ok((options, asked))
+    let members = options.members().ok_or(BadBody::wrong("stream_options", "an object"))?;
+    let more = members.clone().next().is_some();
+    let include_usage: Vec<Json> = members.filter(|(name, _)| name == "include_usage").map(|(_, value)| value).collect();
+    let asked = flag(include_usage.last().copied(), "stream_options.include_usage")?;
+    let include_usage = include_usage.iter().map(|value| value.place(body)).collect();
+    Ok((StreamOptions { front: Some((value.start + 1, more)), include_usage, value }, asked))
 }
 
 /// Roughly how many tokens `bytes` of text are.

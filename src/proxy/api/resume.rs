@@ -3,10 +3,8 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, Visitor};
-use serde_json::value::RawValue;
-
-use super::{Api, Splices, count, is_null, place, quoted, string};
+use super::json::Json;
+use super::{Api, Splices, count, quoted};
 use crate::scheduler::Tokens;
 
 /// Fields that shape an answer as a whole, so that its second half cannot be asked for alone: grammars and schemas by their names in OpenAI's API, vLLM,
@@ -76,37 +74,38 @@ pub fn places(api: Api, body: &[u8], produced: Tokens) -> Result<Places, Unfit> 
     if !matches!(api, Api::Chat | Api::Completions) {
         return Err(Unfit::Dialect);
     }
-    let Fields(fields) = serde_json::from_slice(body).map_err(|_| Unfit::Unread)?;
+    let fields: Vec<_> = Json::check(body).ok().and_then(Json::members).ok_or(Unfit::Unread)?.collect();
     let chat = api == Api::Chat;
     let (mut limits, mut left) = (Vec::new(), None);
     let mut end = None;
     let mut choice = None;
     let mut tools = false;
-    for (index, (name, raw)) in fields.iter().enumerate() {
+    for (index, (name, value)) in fields.iter().enumerate() {
+        let value = *value;
         let unfit = || Err(Unfit::Field(Cow::Owned(name.to_string())));
         // Parsers disagree about which of several equal keys counts.
         if fields[..index].iter().any(|(other, _)| other == name) {
             return unfit();
         }
         match name.as_ref() {
-            "messages" if chat => end = Some(end_of_messages(body, raw)?),
-            "prompt" if !chat => end = Some(end_of_prompt(body, raw)?),
-            "tool_choice" => choice = string(raw),
-            "tools" | "functions" => tools |= !is_empty(raw),
-            "response_format" if is_text_format(raw) => {}
-            "response_format" if !is_null(raw) => return unfit(),
-            "n" | "best_of" if !matches!(raw.get(), "null" | "1") => return unfit(),
-            "echo" | "logprobs" if !matches!(raw.get(), "null" | "false") => return unfit(),
+            "messages" if chat => end = Some(end_of_messages(body, value)?),
+            "prompt" if !chat => end = Some(end_of_prompt(body, value)?),
+            "tool_choice" => choice = value.string(),
+            "tools" | "functions" => tools |= !is_empty(value),
+            "response_format" if is_text_format(value) => {}
+            "response_format" if !value.is_null() => return unfit(),
+            "n" | "best_of" if !matches!(value.get(), "null" | "1") => return unfit(),
+            "echo" | "logprobs" if !matches!(value.get(), "null" | "false") => return unfit(),
             limit if LIMITS.contains(&limit) => {
                 // The request was understood before, so that this is a number.
-                let Some(value) = count(Some(raw), "").ok().flatten() else { continue };
-                let rest = value.saturating_sub(produced);
-                limits.push((place(body, raw.get()), rest));
-                if limit != "min_tokens" {
+                let Some(limit) = count(Some(value), "").ok().flatten() else { continue };
+                let rest = limit.saturating_sub(produced);
+                limits.push((value.place(body), rest));
+                if name != "min_tokens" {
                     left = Some(left.map_or(rest, |left: Tokens| left.min(rest)));
                 }
             }
-            other if UNFIT_IF_SET.contains(&other) && !matches!(raw.get(), "null" | "false") => return unfit(),
+            other if UNFIT_IF_SET.contains(&other) && !matches!(value.get(), "null" | "false") => return unfit(),
             _ => {}
         }
     }
@@ -144,64 +143,26 @@ impl Places {
     }
 }
 
-fn end_of_messages(body: &[u8], raw: &RawValue) -> Result<usize, Unfit> {
-    #[derive(serde::Deserialize)]
-    struct Turn<'a> {
-        #[serde(borrow, default)]
-        role: Cow<'a, str>,
-    }
-    let turns: Vec<Turn> = serde_json::from_str(raw.get()).map_err(|_| Unfit::Messages)?;
-    match turns.last() {
-        None => Err(Unfit::Messages),
-        Some(turn) if turn.role == "assistant" => Err(Unfit::EndsWithAssistant),
-        Some(_) => Ok(place(body, raw.get()).end - 1),
+fn end_of_messages(body: &[u8], value: Json) -> Result<usize, Unfit> {
+    let last = value.elements().and_then(Iterator::last).ok_or(Unfit::Messages)?;
+    let role = last.members().ok_or(Unfit::Messages)?.filter(|(name, _)| name == "role").last().and_then(|(_, role)| role.string());
+    match role.as_deref() {
+        Some("assistant") => Err(Unfit::EndsWithAssistant),
+        _ => Ok(value.place(body).end - 1),
     }
 }
 
-fn end_of_prompt(body: &[u8], raw: &RawValue) -> Result<usize, Unfit> {
-    if raw.get().starts_with('"') { Ok(place(body, raw.get()).end - 1) } else { Err(Unfit::Prompt) }
+fn end_of_prompt(body: &[u8], value: Json) -> Result<usize, Unfit> {
+    if value.is_string() { Ok(value.place(body).end - 1) } else { Err(Unfit::Prompt) }
 }
 
-fn is_empty(raw: &RawValue) -> bool {
-    is_null(raw) || serde_json::from_str::<Vec<IgnoredAny>>(raw.get()).is_ok_and(|list| list.is_empty())
+fn is_empty(value: Json) -> bool {
+    value.is_null() || value.elements().is_some_and(|mut elements| elements.next().is_none())
 }
 
-fn is_text_format(raw: &RawValue) -> bool {
-    #[derive(serde::Deserialize)]
-    struct Format<'a> {
-        #[serde(rename = "type", borrow)]
-        kind: Cow<'a, str>,
-    }
-    serde_json::from_str::<Format>(raw.get()).is_ok_and(|format| format.kind == "text")
-}
-
-/// All fields of an object, in order.
-struct Fields<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
-
-impl<'de: 'a, 'a> Deserialize<'de> for Fields<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(serde::Deserialize)]
-        #[serde(transparent)]
-        struct Key<'a>(#[serde(borrow)] Cow<'a, str>);
-
-        struct Object;
-        impl<'de> Visitor<'de> for Object {
-            type Value = Fields<'de>;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a JSON object")
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Fields<'de>, A::Error> {
-                let mut fields = Vec::new();
-                while let Some(Key(key)) = map.next_key()? {
-                    fields.push((key, map.next_value()?));
-                }
-                Ok(Fields(fields))
-            }
-        }
-        deserializer.deserialize_map(Object)
-    }
+fn is_text_format(value: Json) -> bool {
+    let kind = value.members().and_then(|mut members| members.find(|(name, _)| name == "type"));
+    kind.and_then(|(_, kind)| kind.string()).is_some_and(|kind| kind == "text")
 }
 
 #[cfg(test)]

@@ -1,8 +1,6 @@
 //! Strings out of JSON, as much of them as anyone looks at.
 
-use serde_json::value::RawValue;
-
-use super::string;
+use super::json::Json;
 
 /// Bytes read from each end of a long text: more than the ranker keeps.
 const END: usize = 4096;
@@ -14,21 +12,19 @@ pub const MOST: usize = 4 * END;
 pub const MOST_MARKERS: usize = 8;
 
 /// The beginning of a JSON string.
-pub fn head(raw: &RawValue) -> String {
-    let json = raw.get();
-    let inner = json.get(1..json.len().saturating_sub(1)).unwrap_or_default();
+pub fn head(value: Json) -> String {
+    let inner = value.inner().unwrap_or_default();
     if inner.len() > END
         && let Some(cut) = last_space(&inner.as_bytes()[END - SLACK..END])
     {
         return unescape(&inner[..END - SLACK + cut]);
     }
-    string(raw).map(|text| text[..text.floor_char_boundary(END)].to_owned()).unwrap_or_default()
+    value.string().map(|text| text[..text.floor_char_boundary(END)].to_owned()).unwrap_or_default()
 }
 
 /// Both ends of a JSON string, or all of it if it is short.
-pub fn ends(raw: &RawValue) -> String {
-    let json = raw.get();
-    let inner = json.get(1..json.len().saturating_sub(1)).unwrap_or_default();
+pub fn ends(value: Json) -> String {
+    let inner = value.inner().unwrap_or_default();
     if inner.len() > 2 * END {
         let (bytes, tail) = (inner.as_bytes(), inner.len() - END);
         // A space is never part of an escape, so the text can be cut there without reading what lies between.
@@ -36,7 +32,7 @@ pub fn ends(raw: &RawValue) -> String {
             return format!("{} {}", unescape(&inner[..END - SLACK + cut]), unescape(&inner[tail + resume + 1..]));
         }
     }
-    let text = string(raw).unwrap_or_default();
+    let text = value.string().unwrap_or_default();
     if text.len() <= 2 * END {
         return text.into_owned();
     }
@@ -68,25 +64,31 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn raw(text: &str) -> Box<RawValue> {
-        serde_json::value::to_raw_value(text).unwrap()
+    fn json(text: &str) -> String {
+        serde_json::to_string(text).unwrap()
+    }
+
+    fn value(json: &str) -> Json<'_> {
+        Json::check(json.as_bytes()).unwrap()
     }
 
     #[test]
     fn long_texts_keep_their_ends() {
         let words = (0..20_000).map(|i| format!("w{i}\n")).collect::<Vec<_>>().join(" ");
-        let ends = ends(&raw(&words));
+        let words = json(&words);
+        let ends = ends(value(&words));
         assert!(ends.starts_with("w0\n w1\n") && ends.ends_with("w19999\n") && ends.len() < 2 * END + 2);
-        assert!(head(&raw(&words)).len() > END - SLACK - 8);
+        assert!(head(value(&words)).len() > END - SLACK - 8);
         let wall = "é".repeat(20_000);
-        assert_eq!(super::ends(&raw(&wall)).chars().filter(|&c| c == 'é').count(), END);
+        assert_eq!(super::ends(value(&json(&wall))).chars().filter(|&c| c == 'é').count(), END);
     }
 
     proptest! {
         #[test]
         fn whatever_is_kept_is_the_text_itself(words in prop::collection::vec("[ -~é\n\"\\\\]{0,40}", 0..400)) {
             let text = words.join(" ");
-            let kept = ends(&raw(&text));
+            let json = json(&text);
+            let kept = ends(value(&json));
             if text.len() <= END {
                 prop_assert_eq!(&kept, &text);
             } else {
@@ -94,8 +96,8 @@ mod tests {
                 prop_assert!(text.as_bytes().starts_with(&kept.as_bytes()[..half]));
                 prop_assert!(text.as_bytes().ends_with(&kept.as_bytes()[kept.len() - half..]));
             }
-            prop_assert!(head(&raw(&text)).len() <= END);
-            prop_assert!(text.starts_with(&head(&raw(&text))));
+            prop_assert!(head(value(&json)).len() <= END);
+            prop_assert!(text.starts_with(&head(value(&json))));
         }
     }
 }
