@@ -20,10 +20,10 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
 
 pub use permit::Permit;
-pub use ticket::{Rejection, Ticket};
+pub use ticket::{Asker, Rejection, Ticket};
 
 use crate::scheduler::{
-    Action, BackendId, BackendState, Calibrated, Event, Facts, Learnt, Limits, Load, ModelId, Policy, PoolView, QueueView, Reason, Request,
+    Action, BackendId, BackendState, Calibrated, Event, Facts, Learnt, Limits, Load, ModelId, Outlook, Policy, PoolView, QueueView, Reason, Request,
     RequestId, RequestView, Scheduler, Score, Scored, Standpoint, TenantId, Time, Tokens, Weight,
 };
 
@@ -112,6 +112,7 @@ enum Message {
     Closeup { most: usize, reply: oneshot::Sender<Closeup> },
     Find { label: Arc<str>, most: usize, reply: oneshot::Sender<Option<Found>> },
     Calibrated { model: ModelId, score: Score, reply: oneshot::Sender<Calibrated> },
+    Outlook { id: RequestId, reply: oneshot::Sender<Option<Outlook>> },
     Move(Handle),
     Restore(Box<Learnt>),
     Learnt(oneshot::Sender<Learnt>),
@@ -360,6 +361,10 @@ impl Owner {
             Message::Closeup { most, reply } => drop(reply.send(apart(self.waiting.len() > MANY, || self.closeup(most)))),
             Message::Find { label, most, reply } => drop(reply.send(apart(self.waiting.len() > MANY, || self.find(&label, most)))),
             Message::Calibrated { model, score, reply } => drop(reply.send(self.scheduler.calibrated(model, score))),
+            Message::Outlook { id, reply } => {
+                let now = time_since(self.start);
+                _ = reply.send(apart(self.waiting.len() > MANY, || self.scheduler.outlook(now, id)));
+            }
             Message::Restore(learnt) => apart(true, || self.scheduler.restore(&learnt)),
             Message::Learnt(reply) => drop(reply.send(apart(true, || self.scheduler.learnt()))),
             // `run` has taken it.

@@ -3,7 +3,7 @@
 use tokio::sync::{mpsc, oneshot};
 
 use super::{Message, Permit, tell};
-use crate::scheduler::{Event, Reason, RequestId};
+use crate::scheduler::{Event, Outlook, Reason, RequestId};
 
 /// Why a ticket was turned away, and in how many seconds it is worth trying again (at least 1).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +23,23 @@ pub struct Ticket {
     messages: mpsc::UnboundedSender<Message>,
 }
 
+/// Asks when it is a ticket's turn.
+#[derive(Clone, Debug)]
+pub struct Asker {
+    id: RequestId,
+    messages: mpsc::UnboundedSender<Message>,
+}
+
+impl Asker {
+    /// The answer is `None` once it does not wait any more; an error if the pool has ended.
+    pub fn ask(&self) -> oneshot::Receiver<Option<Outlook>> {
+        let (reply, answer) = oneshot::channel();
+        // A failed send drops the reply, which is the answer.
+        let _ = self.messages.send(Message::Outlook { id: self.id, reply });
+        answer
+    }
+}
+
 impl Ticket {
     pub(super) fn new(id: RequestId, answer: oneshot::Receiver<Result<Permit, Rejection>>, messages: mpsc::UnboundedSender<Message>) -> Self {
         Ticket { id, answer, settled: false, messages }
@@ -31,6 +48,11 @@ impl Ticket {
     /// The id under which the pool knows this stay in the queue.
     pub fn id(&self) -> RequestId {
         self.id
+    }
+
+    /// Asks about this stay for as long as anybody wants to know, beside whoever waits for its end.
+    pub fn asker(&self) -> Asker {
+        Asker { id: self.id, messages: self.messages.clone() }
     }
 
     /// Waits for the turn. Dropping the future loses nothing; dropping the ticket leaves the queue. Answers once.

@@ -1,8 +1,8 @@
 //! What is known of one request, from its head to its end; told to telemetry when it is dropped, once.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use http::request::Parts;
@@ -12,6 +12,7 @@ use tokio::time::Instant;
 use super::api::Api;
 use super::stream::{Finish, Seen};
 use crate::config::Pool;
+use crate::dispatcher::{Asker, Ticket};
 use crate::fleet::Observation;
 use crate::gateway::{Gateway, Target};
 use crate::ranker::{Neutral, Opinion, Pending, PromptText};
@@ -81,12 +82,36 @@ pub struct Account {
     noted: Option<Box<(Arc<TrainingLog>, PromptText)>>,
     /// Where its usage is to be written down; gone once that is done.
     usage_log: Option<Arc<UsageLog>>,
-    /// Tells who waits for its answer that it is a stream.
-    streams: Option<Arc<AtomicBool>>,
+    /// What whoever waits for its answer wants to know.
+    awaited: Option<Arc<Awaited>>,
     status: u16,
     reason: &'static str,
     /// The backend's answer and what its status is called.
     answer: (u16, &'static str),
+}
+
+/// What whoever waits for an answer is told of it.
+#[derive(Default)]
+pub struct Awaited {
+    /// It will be a stream of events.
+    streams: AtomicBool,
+    /// Its place in a queue.
+    place: Mutex<Option<Asker>>,
+}
+
+impl Awaited {
+    pub fn streams(&self) -> bool {
+        self.streams.load(Ordering::Relaxed)
+    }
+
+    /// Who can be asked when it is its turn, while it waits for one.
+    pub fn place(&self) -> Option<Asker> {
+        self.place.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn queued(&self, place: Option<Asker>) {
+        *self.place.lock().unwrap_or_else(PoisonError::into_inner) = place;
+    }
 }
 
 impl Account {
@@ -132,7 +157,7 @@ impl Account {
             compared: None,
             noted: None,
             usage_log: None,
-            streams: None,
+            awaited: None,
             status: CLIENT_LEFT.0,
             reason: CLIENT_LEFT.1,
             answer: CLIENT_LEFT,
@@ -194,15 +219,22 @@ impl Account {
         }
     }
 
-    /// Whoever has this is told when it is known to be a stream of events.
-    pub fn is_awaited(&mut self, streams: Arc<AtomicBool>) {
-        self.streams = Some(streams);
+    /// Whoever has this waits for its answer.
+    pub fn is_awaited(&mut self, awaited: Arc<Awaited>) {
+        self.awaited = Some(awaited);
     }
 
     /// Its answer will be a stream of events, unless something goes wrong.
     pub fn streams(&self) {
-        if let Some(streams) = &self.streams {
-            streams.store(true, Ordering::Relaxed);
+        if let Some(awaited) = &self.awaited {
+            awaited.streams.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// It has a place in a queue.
+    pub fn queues(&self, ticket: &Ticket) {
+        if let Some(awaited) = &self.awaited {
+            awaited.queued(Some(ticket.asker()));
         }
     }
 
@@ -251,6 +283,9 @@ impl Account {
 
     /// It waited this long for a slot, in addition to earlier waits.
     pub fn waited(&mut self, wait: Duration) {
+        if let Some(awaited) = &self.awaited {
+            awaited.queued(None);
+        }
         *self.queued.get_or_insert_default() += wait;
     }
 

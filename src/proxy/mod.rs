@@ -370,6 +370,7 @@ impl Outgoing {
             excluded: self.excluded.clone(),
             label: account.request_id().into(),
         });
+        account.queues(&ticket);
         let granted = ticket.granted().await;
         account.waited(asked.elapsed());
         granted

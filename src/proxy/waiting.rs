@@ -11,14 +11,15 @@ use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use http::request::Parts;
 use http::{Response, StatusCode};
 use hyper::body::Incoming;
+use tokio::sync::oneshot;
 use tokio::time::{Instant, Sleep};
 
-use super::account::Account;
+use super::account::{Account, Awaited};
 use super::connection::Uploading;
 use super::reply::{Reply, ReplyBody};
 use super::response::{Failure, event_of};
 use super::{Answered, MOST_READ, Proxy, Told, headers};
-use crate::scheduler::Ending;
+use crate::scheduler::{Ending, Outlook};
 
 /// Waits for what the request comes to. A stream for which that takes longer than `every` is answered with its head and comments instead.
 pub(super) async fn wait(
@@ -29,8 +30,8 @@ pub(super) async fn wait(
     uploading: Uploading,
     mut account: Account,
 ) -> Result<Told, Response<ReplyBody>> {
-    let (streams, committed) = (Arc::<AtomicBool>::default(), Arc::<AtomicBool>::default());
-    account.is_awaited(Arc::clone(&streams));
+    let (awaited, committed) = (Arc::<Awaited>::default(), Arc::<AtomicBool>::default());
+    account.is_awaited(Arc::clone(&awaited));
     let id = account.request_id_header().clone();
     let since = Instant::now();
     let mut tick = Box::pin(tokio::time::sleep(every));
@@ -48,13 +49,13 @@ pub(super) async fn wait(
             told = &mut story => return Ok(told),
             () = &mut tick => {}
         }
-        if streams.load(Ordering::Relaxed) {
+        if awaited.streams() {
             break;
         }
         tick.as_mut().reset(Instant::now() + every);
     }
     committed.store(true, Ordering::Relaxed);
-    let mut response = Response::new(ReplyBody::Waiting(Box::new(Waiting { proxy, story, every, tick: None, since })));
+    let mut response = Response::new(ReplyBody::Waiting(Box::new(Waiting { proxy, story, awaited, every, tick: None, asked: None, since })));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
     headers.insert(CACHE_CONTROL, HeaderValue::from_static("no-cache"));
@@ -91,9 +92,12 @@ async fn in_one_piece(mut told: Told) -> Told {
 pub struct Waiting {
     proxy: Arc<Proxy>,
     story: Story,
+    awaited: Arc<Awaited>,
     every: Duration,
     /// `None` before the first comment.
     tick: Option<Pin<Box<Sleep>>>,
+    /// What the next comment is to say.
+    asked: Option<oneshot::Receiver<Option<Outlook>>>,
     since: Instant,
 }
 
@@ -103,14 +107,30 @@ impl Waiting {
         if let Poll::Ready(told) = self.story.as_mut().poll(cx) {
             return Poll::Ready(Err(self.answer(told)));
         }
-        if let Some(tick) = &mut self.tick {
-            ready!(tick.as_mut().poll(cx));
+        if self.asked.is_none() {
+            if let Some(tick) = &mut self.tick {
+                ready!(tick.as_mut().poll(cx));
+            }
+            let tick = self.tick.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.every)));
+            tick.as_mut().reset(Instant::now() + self.every);
+            // Whoever polls next waits for this one.
+            _ = tick.as_mut().poll(cx);
+            self.asked = self.awaited.place().map(|place| place.ask());
         }
-        let tick = self.tick.get_or_insert_with(|| Box::pin(tokio::time::sleep(self.every)));
-        tick.as_mut().reset(Instant::now() + self.every);
-        // Whoever polls next waits for this one.
-        _ = tick.as_mut().poll(cx);
-        Poll::Ready(Ok(Bytes::from(format!(": waiting {}s\n\n", self.since.elapsed().as_secs()))))
+        let outlook = match &mut self.asked {
+            // A pool that has ended is no reason to say nothing.
+            Some(asked) => ready!(Pin::new(asked).poll(cx)).ok().flatten(),
+            None => None,
+        };
+        self.asked = None;
+        Poll::Ready(Ok(self.comment(outlook)))
+    }
+
+    fn comment(&self, outlook: Option<Outlook>) -> Bytes {
+        Bytes::from(match outlook {
+            Some(Outlook { position, wait }) => format!(": queued position={position} eta={}s\n\n", wait.as_secs_f64().ceil()),
+            None => format!(": waiting {}s\n\n", self.since.elapsed().as_secs()),
+        })
     }
 
     fn answer(&self, told: Told) -> ReplyBody {

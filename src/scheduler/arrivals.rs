@@ -88,6 +88,7 @@ impl Scheduler {
         entry.stage = Stage::Waiting { phi, expires: request.expires, restriction };
         self.sequence += 1;
         self.mix.arrived(entry.uncached());
+        self.lately.joined(&self.keying, &entry, phi, self.now);
         self.table.insert(entry);
         self.join_queue(slot);
         Ok(())
@@ -142,7 +143,7 @@ impl Scheduler {
     }
 
     /// How many backends of the pool's speed the ones that take requests are worth.
-    fn parallel(&self) -> f64 {
+    pub(super) fn parallel(&self) -> f64 {
         let taking = self.backends.iter().filter(|backend| backend.takes_requests());
         taking.map(|backend| self.keying.speed.output / backend.speed.output).sum()
     }
@@ -155,8 +156,15 @@ impl Scheduler {
             return 0.0;
         }
         let by_key = if self.keying.order == Order::Fcfs { total } else { self.waiting_work.before(entry) };
-        let by_share = self.shares.before(entry.tenant(), entry.share()).map_or(f64::INFINITY, |work| work + self.lead().as_seconds());
-        queued * by_key.min(by_share) / total
+        let by_share = self.wait_by_share(entry).unwrap_or(f64::INFINITY);
+        (queued * by_key / total).min(by_share)
+    }
+
+    /// Predicted seconds until all that its tenant has waiting would be started, at the rate of the tenant's share; `None` while nobody else waits.
+    pub(super) fn wait_by_share(&self, entry: &Entry) -> Option<f64> {
+        let total = self.waiting_work.total();
+        let work = self.shares.before(entry.tenant(), entry.share()).filter(|_| total > 0.0)?;
+        Some(self.queued_seconds() * (work + self.lead().as_seconds()) / total)
     }
 
     /// How many times as long as its deadline a request's predicted wait may be; `None` while waits cannot be predicted. In overload a prediction holds: the order is by

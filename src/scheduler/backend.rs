@@ -1,6 +1,7 @@
 //! One backend as the scheduler knows it.
 
 use super::event::{BackendId, BackendState, Load, Standing, Tokens};
+use super::outlook::Sketch;
 use super::prefixes::Prefixes;
 use super::queue::Queue;
 use super::speed::{Speed, SpeedLearner};
@@ -49,6 +50,8 @@ pub(super) struct Backend {
     /// The speed in use: learnt, or that of its siblings.
     pub speed: Speed,
     pub prefixes: Prefixes,
+    /// Its queue as it was a moment ago.
+    pub sketch: Sketch,
 }
 
 impl Backend {
@@ -67,6 +70,7 @@ impl Backend {
             learner: SpeedLearner::default(),
             speed,
             prefixes: Prefixes::default(),
+            sketch: Sketch::default(),
         }
     }
 

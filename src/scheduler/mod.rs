@@ -7,6 +7,7 @@
 mod closeup;
 mod event;
 mod outcome;
+mod outlook;
 mod policy;
 mod score;
 mod time;
@@ -51,6 +52,7 @@ pub(crate) use concordance::tau_b;
 pub use event::*;
 pub(crate) use gamma::GammaAda;
 pub use outcome::{Ending, Reason};
+pub use outlook::Outlook;
 pub use policy::{Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
 pub(crate) use rng::Rng;
 pub use score::{Boost, LEVEL, RankerVersion, Score, Scored, Weight, attained_level, boost};
@@ -61,6 +63,7 @@ pub use view::{BackendView, Counters, Explanation, Mode, ModelView, PoolView, Te
 use backend::Backend;
 use calibration::Calibration;
 use keys::{Keying, Largest, Mix};
+use outlook::Lately;
 use overload::{Overload, WaitingWork};
 use queue::{Aging, Place};
 use restrictions::Restrictions;
@@ -99,6 +102,7 @@ pub struct Scheduler {
     overload: Overload,
     gamma: GammaAda,
     mix: Mix,
+    lately: Lately,
     calibration: Calibration,
 
     rng: Rng,
@@ -131,6 +135,7 @@ impl Scheduler {
             overload: Overload::default(),
             gamma,
             mix,
+            lately: Lately::default(),
             calibration: Calibration::default(),
             rng: Rng::new(seed),
             counters: Counters::default(),

@@ -1,6 +1,6 @@
 //! What became of each request, and what is said about all of them together.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::engine;
@@ -73,12 +73,37 @@ pub struct Moment {
     pub mode: Option<Mode>,
 }
 
+/// What a request that waited was told.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Foretold {
+    /// Index of the job.
+    pub job: u32,
+    /// When it asked.
+    pub at: Time,
+    /// What it was told: its place in its queue, from 1, and the wait until its release.
+    pub position: usize,
+    pub wait: Duration,
+}
+
+/// How good that was.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Foresight {
+    /// Seconds between the moment foretold and the one that came.
+    pub error: Summary,
+    /// The same as a share of the wait that came.
+    pub relative: Summary,
+    /// All waits foretold over all that came: above 1 they were shorter.
+    pub bias: f64,
+}
+
 /// One run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Run {
     /// In the order of the requests.
     pub answers: Vec<Answer>,
     pub moments: Vec<Moment>,
+    /// What those that waited were told, where they asked.
+    pub foretold: Vec<Foretold>,
     /// The scheduler's own counts; `None` without a gateway.
     pub counters: Option<Counters>,
     /// Each engine's counts.
@@ -174,6 +199,8 @@ pub struct Figures {
     pub jain: Option<f64>,
     /// Of each tenant that sent something, by its id.
     pub tenants: Vec<TenantFigures>,
+    /// `None` where nobody asked.
+    pub foresight: Option<Foresight>,
 }
 
 impl Run {
@@ -215,7 +242,24 @@ impl Run {
             overloaded: overloaded as f64 / self.moments.len().max(1) as f64,
             jain: self.jain,
             tenants: self.tenants(warm_up),
+            foresight: self.foresight(warm_up),
         }
+    }
+
+    fn foresight(&self, warm_up: f64) -> Option<Foresight> {
+        let counted: BTreeSet<u32> = self.counted(warm_up).map(|answer| answer.job).collect();
+        let pairs = self.foretold.iter().filter(|told| counted.contains(&told.job)).filter_map(|told| {
+            let released = self.answers.get(told.job as usize)?.released?;
+            Some((told.wait.as_secs_f64(), released.since(told.at).as_secs_f64()))
+        });
+        let pairs: Vec<(f64, f64)> = pairs.collect();
+        let came: f64 = pairs.iter().map(|(_, came)| came).sum();
+        (came > 0.0).then(|| Foresight {
+            error: Summary::of(pairs.iter().map(|(told, came)| (told - came).abs())),
+            // Who is released in the very moment is told nothing that could be wrong.
+            relative: Summary::of(pairs.iter().filter(|(_, came)| *came > 0.0).map(|(told, came)| (told - came).abs() / came)),
+            bias: pairs.iter().map(|(told, _)| told).sum::<f64>() / came,
+        })
     }
 
     fn tenants(&self, warm_up: f64) -> Vec<TenantFigures> {
@@ -268,6 +312,7 @@ mod tests {
         let run = Run {
             answers,
             moments: vec![],
+            foretold: vec![Foretold { job: 1, at: second(10), position: 1, wait: Duration::from_secs(3) }],
             counters: None,
             engines: vec![],
             overtaken: 0.0,
@@ -279,6 +324,8 @@ mod tests {
         };
         let figures = run.figures(0.25);
         assert_eq!((figures.ttlt.count, figures.ttlt.mean, figures.ttft.mean, figures.wait.count), (2, 5.0, 2.0, 3));
+        let foresight = figures.foresight.unwrap();
+        assert_eq!((foresight.error.p50, foresight.relative.p50, foresight.bias), (2.0, 2.0, 3.0), "it was released after a second");
         assert_eq!((run.counted(0.25).count(), run.whole(0.25).map(|answer| answer.job).collect::<Vec<_>>()), (3, vec![1, 3]));
         let tenants: Vec<_> = figures.tenants.iter().map(|of| (of.tenant.0, of.ttlt.count, of.ttlt.mean, of.unanswered)).collect();
         assert_eq!(tenants, [(0, 0, 0.0, 1), (1, 2, 5.0, 0)]);

@@ -46,6 +46,9 @@ pub struct Args {
     /// Write a page with charts here
     #[arg(long, value_name = "FILE", conflicts_with = "fuzz")]
     html: Option<PathBuf>,
+    /// Let requests that wait ask this often, in seconds, when it is their turn, and compare
+    #[arg(long, value_name = "SECONDS", conflicts_with = "fuzz")]
+    ask: Option<f64>,
     /// Check every invariant after every event, which takes longer
     #[arg(long)]
     check: bool,
@@ -104,12 +107,14 @@ fn compare(args: &Args, path: &Path) -> anyhow::Result<()> {
         }
         scenario.pace = Pace::Load(load);
     }
+    let ask = args.ask.map(Duration::try_from_secs_f64).transpose().ok().filter(|ask| *ask != Some(Duration::ZERO));
+    let Some(ask) = ask else { bail!("--ask is a number of seconds above 0, such as 15") };
     let seed = args.seed.unwrap_or(scenario.seed);
     let capacity = scenario.capacity();
     let workload = scenario.workload(seed, capacity);
     let header = header(path, &scenario, &workload, capacity, seed);
     print!("{}", table::heading(&header));
-    let results = run_all(&scenario, &workload, seed, args.check)?;
+    let results = run_all(&scenario, &workload, seed, (args.check, ask))?;
     print!("{}", table::table(&header, &results));
     eprintln!("{}", speed(&results));
     if let Some(file) = &args.json {
@@ -154,7 +159,7 @@ fn header(path: &Path, scenario: &Scenario, workload: &Workload, capacity: f64, 
 }
 
 /// Runs every contender and every point of the sweep, as many at once as there are cores. The order of the results is that of the scenario.
-fn run_all(scenario: &Scenario, workload: &Workload, seed: u64, check: bool) -> anyhow::Result<Vec<Result>> {
+fn run_all(scenario: &Scenario, workload: &Workload, seed: u64, (check, ask): (bool, Option<Duration>)) -> anyhow::Result<Vec<Result>> {
     let mut tasks: Vec<(Contender, Option<f64>)> = scenario.policies.iter().map(|contender| (contender.clone(), None)).collect();
     for gamma in &scenario.gammas {
         tasks.push((contender(&format!("headway@{gamma}"), Path::new(""))?, Some(*gamma)));
@@ -174,6 +179,7 @@ fn run_all(scenario: &Scenario, workload: &Workload, seed: u64, check: bool) -> 
                         queue_timeout: scenario.queue_timeout,
                         look,
                         check,
+                        ask,
                         ..Setup::new(contender.fleet(scenario), contender.dispatch.clone())
                     };
                     let result = one(&contender.name, *swept, &setup, workload, seed, scenario.warm_up);

@@ -43,6 +43,7 @@ pub fn draw(seed: u64) -> (Setup, Workload) {
         plan,
         look: Duration::from_secs(5),
         check: true,
+        ask: Some(Duration::from_secs(2)),
         fleet,
     };
     (setup, workload)

@@ -25,7 +25,7 @@ pub mod fuzz;
 #[cfg(feature = "gateway")]
 pub mod command;
 
-pub use account::{Answer, End, Figures, Moment, Run, Summary, TenantFigures};
+pub use account::{Answer, End, Figures, Foresight, Foretold, Moment, Run, Summary, TenantFigures};
 pub use check::{Broken, Wrong};
 pub use faults::{Fault, Mess, Plan, Tells};
 pub use member::{AUTO_SLOTS, Member, capacity};
@@ -62,12 +62,14 @@ pub struct Setup {
     pub look: Duration,
     /// Whether every invariant is checked after every event. Walks over everything that waits each time.
     pub check: bool,
+    /// How often a request that waits asks when it is its turn, for [`Run::foretold`]; `None` is never.
+    pub ask: Option<Duration>,
 }
 
 impl Setup {
     /// A fleet on which nothing goes wrong.
     pub fn new(fleet: Vec<Member>, dispatch: Dispatch) -> Self {
-        Setup { fleet, dispatch, queue_timeout: None, retries: 2, plan: Plan::default(), look: Duration::from_secs(10), check: false }
+        Setup { fleet, dispatch, queue_timeout: None, retries: 2, plan: Plan::default(), look: Duration::from_secs(10), check: false, ask: None }
     }
 }
 

@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap};
 use std::time::Duration;
 
-use super::account::{Answer, End, Moment, Run};
+use super::account::{Answer, End, Foretold, Moment, Run};
 use super::check::{Broken, Check, Wrong};
 use super::fairness::{self, Fairness};
 use super::faults::{Fault, Tells};
@@ -48,6 +48,8 @@ enum Due {
     Reading(u32),
     /// The client of a job loses patience.
     Impatient(u32),
+    /// The client of a stay asks when it is its turn.
+    Asks(u32),
     /// The gateway hears that a stay has ended: now, or once more.
     Heard(u32),
     HeardTwice(u32),
@@ -209,6 +211,7 @@ pub(super) struct World<'a> {
     actions: Vec<Action>,
     computed: Vec<Computed>,
     moments: Vec<Moment>,
+    foretold: Vec<Foretold>,
     overtaken: f64,
     fairness: Fairness,
     request_iterations: u64,
@@ -247,6 +250,7 @@ impl<'a> World<'a> {
             actions: Vec::new(),
             computed: Vec::new(),
             moments: Vec::new(),
+            foretold: Vec::new(),
             overtaken: 0.0,
             fairness: Fairness::default(),
             request_iterations: 0,
@@ -297,6 +301,7 @@ impl<'a> World<'a> {
         Run {
             answers: self.trips.into_iter().map(|trip| trip.answer).collect(),
             moments: self.moments,
+            foretold: self.foretold,
             counters: match &self.front {
                 Front::Gateway(scheduler) => Some(scheduler.view().counters),
                 Front::RoundRobin | Front::LeastLoaded => None,
@@ -323,6 +328,10 @@ impl<'a> World<'a> {
             Due::Iteration { backend, plan } => self.iteration(backend as usize, plan),
             Due::Reading(backend) => self.reading(backend as usize),
             Due::Impatient(job) => self.impatient(job),
+            Due::Asks(stay) => {
+                self.asks(stay);
+                Ok(())
+            }
             Due::Heard(stay) => self.heard(stay),
             Due::HeardTwice(stay) => match self.stays[stay as usize].stage {
                 Stage::Settled(ending) => self.tell(Event::Finished(id(stay), ending)),
@@ -398,7 +407,12 @@ impl<'a> World<'a> {
             Front::Gateway(_) => {
                 self.waiting.insert((arrived, id(stay)));
                 let request = self.request(job, stay, arrived, excluded);
-                self.tell(Event::Arrived(request))
+                self.tell(Event::Arrived(request))?;
+                // Figures are of the wait for the first release.
+                if let Some(every) = self.setup.ask.filter(|_| self.trips[job as usize].answer.attempts == 0) {
+                    self.plan(self.now.after(every), Due::Asks(stay));
+                }
+                Ok(())
             }
             Front::RoundRobin | Front::LeastLoaded => {
                 let backend = self.direct();
@@ -407,6 +421,14 @@ impl<'a> World<'a> {
                 self.submit(stay, backend, (f64::from(score) * SCORE_UNITS) as i64);
                 Ok(())
             }
+        }
+    }
+
+    fn asks(&mut self, stay: u32) {
+        let (Some(every), Front::Gateway(scheduler)) = (self.setup.ask, &mut self.front) else { return };
+        if let Some(outlook) = scheduler.outlook(self.now, id(stay)) {
+            self.foretold.push(Foretold { job: self.stays[stay as usize].job, at: self.now, position: outlook.position, wait: outlook.wait });
+            self.plan(self.now.after(every), Due::Asks(stay));
         }
     }
 

@@ -1,6 +1,7 @@
 """Streams that wait long for their answers get comments meanwhile."""
 
 import json
+import re
 
 import httpx
 import openai
@@ -24,7 +25,8 @@ class Waits:
         self.context = httpx.stream("POST", self.gateway.url + CHAT, json=body or chat(stream=True), timeout=30)
         self.answer = self.context.__enter__()
         self.lines = self.answer.iter_lines()
-        assert next(self.lines).startswith(": waiting ")
+        comment = next(self.lines)
+        assert re.fullmatch(r": queued position=1 eta=\d+s", comment), comment
 
     def rest(self):
         lines = [line for line in self.lines if line and not line.startswith(":")]
@@ -47,7 +49,7 @@ def test_a_stream_that_waits_gets_comments_and_then_its_answer(launch):
     assert waits.answer.headers["content-type"] == "text/event-stream"
     assert waits.answer.headers["x-request-id"]
     assert next(waits.lines) == ""
-    assert next(waits.lines).startswith(": waiting "), "and again"
+    assert next(waits.lines).startswith(": queued position=1 eta="), "and again"
     waits.release()
     rest = waits.rest()
     assert json.loads(rest[0].removeprefix("data: "))["choices"][0]["delta"]["content"] == "hello"
@@ -94,6 +96,19 @@ def test_an_answer_that_is_no_stream_is_an_event_whole_or_not_at_all(launch, siz
     assert document.get("answer", "x" * size) == "x" * size
     assert waits.line()["reason"] == (code or "ok")
     assert waits.first.result().status_code == 200
+
+
+def test_whoever_waits_knows_its_place_and_then_that_it_is_worked_on(launch):
+    waits = Waits(launch)
+    with httpx.stream("POST", waits.gateway.url + CHAT, json=chat(stream=True), timeout=30) as last:
+        lines = last.iter_lines()
+        assert next(lines).startswith(": queued position=2 eta=")
+        waits.release()
+        waits.rest()
+        assert "data: [DONE]" in list(lines)
+    gateway = launch.gateway(pool("sim", launch.backend(gate)), edge=EDGE).healthy(1)
+    with httpx.stream("POST", gateway.url + CHAT, json=chat(stream=True), timeout=30) as released:
+        assert next(released.iter_lines()).startswith(": waiting "), "for its first token"
 
 
 def test_only_streams_are_answered_early(launch):

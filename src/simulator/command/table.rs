@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use super::super::{End, Figures, Summary, TenantFigures};
+use super::super::{End, Figures, Foresight, Summary, TenantFigures};
 use super::{Header, Result};
 
 /// One line about what is simulated.
@@ -114,6 +114,18 @@ pub(super) fn table(header: &Header, results: &[Result]) -> String {
             ],
         );
     }
+    if results.iter().any(|result| result.figures.foresight.is_some()) {
+        row("", &[]);
+        row("when it is their turn, as told while they waited", &[]);
+        row("", &words(&["told", "error p50", "p90", "share p50", "p90", "bias"]));
+    }
+    for result in results {
+        if let Some(Foresight { error, relative, bias }) = result.figures.foresight {
+            let shares = [relative.p50, relative.p90].map(|share| format!("{:.0} %", share * 100.0));
+            let [median, worst] = shares;
+            row(&result.name, &[error.count.to_string(), short(error.p50), short(error.p90), median, worst, short(bias)]);
+        }
+    }
     if !header.tenants.is_empty() {
         row("", &[]);
         row("by tenant, seconds", &[]);
@@ -195,6 +207,7 @@ fn one(header: &Header, result: &Result) -> Value {
         "unanswered": figures.unanswered,
         "jain": figures.jain,
         "tenants": tenants,
+        "foretold": figures.foresight.map(|of| json!({ "error_seconds": summary(of.error), "error_share": summary(of.relative), "bias": of.bias })),
         "request_iterations": result.run.request_iterations,
         "moments": moments,
     })
