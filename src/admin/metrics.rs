@@ -8,6 +8,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::{Registry, Unit};
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 
 use super::view::{look, standing};
@@ -15,7 +16,7 @@ use crate::config::ReloadStatus;
 use crate::fleet;
 use crate::gateway::Gateway;
 use crate::ranker::Compared;
-use crate::scheduler::{BackendView, Mode, PoolView, Reason, Standing};
+use crate::scheduler::{BackendView, Mode, ModelId, PoolView, Reason, Standing};
 
 type Labels = Vec<(&'static str, String)>;
 type Number = Gauge<f64, AtomicU64>;
@@ -34,7 +35,7 @@ pub(super) async fn page(gateway: &Gateway, reloads: &ReloadStatus) -> Result<St
     let mut now = Now::default();
     for (settings, runtime, view) in look(&live).await {
         let Some(view) = view else { continue };
-        now.pool(&settings.name, &view);
+        now.pool(&settings.name, &view, &runtime.models());
         for target in runtime.targets() {
             let known = target.backend.view();
             now.backend(&settings.name, &known, view.backends.iter().find(|queue| queue.id == known.id));
@@ -82,6 +83,8 @@ struct Now {
     overload: Family<Labels, Gauge>,
     tau: Family<Labels, Number>,
     shadow_tau: Family<Labels, Number>,
+    calibration_error: Family<Labels, Number>,
+    calibration_drift: Family<Labels, Number>,
     arrived: Family<Labels, Counter>,
     released: Family<Labels, Counter>,
     released_aged: Family<Labels, Counter>,
@@ -102,7 +105,7 @@ struct Now {
 }
 
 impl Now {
-    fn pool(&mut self, name: &str, view: &PoolView) {
+    fn pool(&mut self, name: &str, view: &PoolView, models: &BTreeMap<String, ModelId>) {
         let labels = vec![("pool", name.to_owned())];
         self.waiting.get_or_create(&labels).set(whole(view.waiting));
         self.waiting_bytes.get_or_create(&labels).set(whole(view.waiting_bytes));
@@ -132,6 +135,19 @@ impl Now {
         // The worst of the pool's models: which one it is, the admin view tells.
         if let Some(tau) = taus.reduce(f64::min) {
             self.tau.get_or_create(&labels).set(tau);
+        }
+        self.accuracy(&labels, view, models);
+    }
+
+    fn accuracy(&mut self, labels: &Labels, view: &PoolView, models: &BTreeMap<String, ModelId>) {
+        for model in &view.models {
+            let name = models.iter().find(|(_, id)| **id == model.model).map_or("other", |(name, _)| name);
+            let labels = with(labels, "model", name);
+            for (family, value) in [(&self.calibration_error, model.error), (&self.calibration_drift, model.drift)] {
+                if let Some(value) = value {
+                    family.get_or_create(&labels).set(value);
+                }
+            }
         }
     }
 
@@ -182,6 +198,8 @@ impl Now {
             "Rank correlation of scores and lengths, of the ranker that serves and of its shadow, on answers that both have scored",
             self.shadow_tau,
         );
+        registry.register("calibration_error", "Mean distance of the logarithms of expected and real lengths of answers", self.calibration_error);
+        registry.register("calibration_drift_ratio", "Real lengths of answers over expected ones", self.calibration_drift);
         registry.register("queue_arrived", "Requests that asked to wait", self.arrived);
         registry.register("queue_released", "Requests released to a backend", self.released);
         registry.register("queue_released_aged", "Of those released, those by age", self.released_aged);

@@ -112,7 +112,17 @@ fn of_pool<'a>(view: &PoolView, name: impl Fn(scheduler::ModelId) -> Option<&'a 
     let models: Vec<Value> = view
         .models
         .iter()
-        .map(|model| json!({ "model": name(model.model), "samples": model.samples, "mean_output_tokens": model.mean_output, "tau": model.tau, "trusted": model.trusted }))
+        .map(|model| {
+            json!({
+                "model": name(model.model),
+                "samples": model.samples,
+                "mean_output_tokens": model.mean_output,
+                "tau": model.tau,
+                "trusted": model.trusted,
+                "calibration_error": model.error,
+                "calibration_drift_ratio": model.drift,
+            })
+        })
         .collect();
     object(json!({
         "mode": view.mode.as_str(),

@@ -8,6 +8,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::f64::consts::FRAC_PI_2;
 
+use super::accuracy::Accuracy;
 use super::concordance::{tau_b, tau_error};
 use super::curve::{Curve, Histogram, LONGEST, Survival, make_monotone};
 use super::event::{ModelId, TenantId, Tokens};
@@ -81,6 +82,8 @@ pub(super) struct Calibration {
     /// Answers of no model in particular.
     others: VecDeque<Sample>,
     tenants: Tenants,
+    /// Of the models above.
+    accuracy: BTreeMap<ModelId, Accuracy>,
     /// Answers since the last fit, and how often it was left out since.
     fresh: usize,
     left_out: usize,
@@ -148,6 +151,12 @@ impl Calibration {
             self.tenants.answered(tenant, entry.score(), expected, output);
         }
         self.remember(Sample { model: Some(entry.model), score: entry.score(), output, cut });
+        // Expected was what an answer has that ends at its limit at the latest.
+        if let Ending::Completed { .. } | Ending::Truncated { .. } = ending
+            && self.models.contains_key(&entry.model)
+        {
+            self.accuracy.entry(entry.model).or_default().answered(entry.expected, output);
+        }
     }
 
     fn remember(&mut self, sample: Sample) {
@@ -215,12 +224,15 @@ impl Calibration {
 
     /// What is known of each model.
     pub fn known(&self) -> impl Iterator<Item = ModelView> {
-        self.fit.models.iter().map(|(&model, fit)| ModelView {
+        let accuracy = |model| self.accuracy.get(&model).copied().unwrap_or_default();
+        self.fit.models.iter().map(move |(&model, fit)| ModelView {
             model,
             samples: fit.samples,
             mean_output: f64::from(fit.pooled.mean(LONGEST)),
             tau: fit.tau,
             trusted: fit.trusted,
+            error: accuracy(model).error(),
+            drift: accuracy(model).drift(),
         })
     }
 

@@ -33,6 +33,7 @@ mod tenants;
 mod window;
 
 // Parts of those.
+mod accuracy;
 mod climb;
 mod concordance;
 mod curve;

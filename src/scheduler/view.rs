@@ -98,6 +98,10 @@ pub struct ModelView {
     pub tau: Option<f64>,
     /// Whether the scores are trusted: otherwise every prompt of the model is expected to be equally long.
     pub trusted: bool,
+    /// How far expected and real lengths of recent answers are apart: the mean distance of their logarithms, 0.7 for a factor of two. `None` until there is enough to say.
+    pub error: Option<f64>,
+    /// All real lengths of recent answers over all expected ones: 1 where expectations are right on average.
+    pub drift: Option<f64>,
 }
 
 /// What is known of one tenant's prompts.

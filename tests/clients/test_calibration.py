@@ -64,3 +64,10 @@ def test_predictions_converge_to_what_each_model_answers(launch):
         return all(abs(factor - 1) <= 0.15 for factor in misses().values())
 
     gateway.until(converged, lambda: f"predictions within 15 %: {misses()}")
+
+    # How good they were on average, from when the models were not told apart yet.
+    text = httpx.get(gateway.admin + "/metrics").text
+    series = re.findall(r'headway_calibration_(error|drift_ratio)\{pool="chat",model="(\w+)"\} (\S+)', text)
+    measured = {(kind, model): float(value) for kind, model, value in series}
+    assert measured["drift_ratio", "small"] < 1 < measured["drift_ratio", "large"], measured
+    assert all(0.1 < measured["error", model] < 1.5 for model in SCALES), measured
