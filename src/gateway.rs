@@ -13,6 +13,7 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use crate::access_log::{AccessLog, AccessLogError};
 use crate::config::{self, BackendSettings, RankerSettings, Snapshot};
 use crate::dispatcher::{self, Dispatcher, Drained};
 use crate::fleet::{self, Backend, Listener, Siblings};
@@ -45,6 +46,8 @@ pub struct Live {
     pub training_log: Option<Arc<TrainingLog>>,
     /// Where is written down what requests used; `None`: nowhere.
     pub usage_log: Option<Arc<UsageLog>>,
+    /// Where the access log goes, if it has files of its own.
+    pub access_log: Option<Arc<AccessLog>>,
     /// The running pools, parallel to `snapshot.pools`.
     pub pools: Vec<Arc<PoolRuntime>>,
 }
@@ -310,6 +313,8 @@ pub enum ApplyError {
     /// The usage log cannot be kept as configured.
     #[error("{0}")]
     UsageLog(#[from] UsageLogError),
+    #[error(transparent)]
+    AccessLog(#[from] AccessLogError),
     /// Traces cannot be sent as configured.
     #[error("{0}")]
     Tracer(#[from] TracerError),
@@ -341,10 +346,11 @@ impl Gateway {
         let shadow = next_shadow(None, snapshot.ranker.as_ref()).await?;
         let training_log = next_training_log(None, &snapshot, &metrics).await?;
         let usage_log = next_usage_log(None, &snapshot, &metrics).await?;
+        let access_log = next_access_log(None, &snapshot, &metrics).await?;
         let tracer = snapshot.otlp.as_ref().map(|otlp| Tracer::start(otlp, &metrics)).transpose()?;
         let pools =
             snapshot.pools.iter().enumerate().map(|(index, settings)| started(settings, index as u64, snapshot.state.as_deref(), &ranker)).collect();
-        let live = Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, usage_log, pools };
+        let live = Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, usage_log, access_log, pools };
         let gateway = Arc::new(Gateway {
             live: ArcSwap::from_pointee(live),
             draining: watch::Sender::new(false),
@@ -379,6 +385,7 @@ impl Gateway {
         unchanged("telemetry.otlp.service_name", shown(collector.map(|otlp| &otlp.service_name)), shown(wanted.map(|otlp| &otlp.service_name)))?;
         let training_log = next_training_log(Some(&live), &snapshot, &self.metrics).await?;
         let usage_log = next_usage_log(Some(&live), &snapshot, &self.metrics).await?;
+        let access_log = next_access_log(Some(&live), &snapshot, &self.metrics).await?;
         let shadow = next_shadow(Some(&live), snapshot.ranker.as_ref()).await?;
         let ranker = next_ranker(&live, snapshot.ranker.as_ref()).await?;
         let mut pools = Vec::with_capacity(snapshot.pools.len());
@@ -409,7 +416,7 @@ impl Gateway {
         if live.tenancy.is_some() && tenancy.is_none() {
             tracing::warn!("keys are configured no more: whoever reaches {} may ask", snapshot.listen);
         }
-        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, usage_log, pools }));
+        self.live.store(Arc::new(Live { snapshot: Arc::new(snapshot), tenancy, ranker, shadow, training_log, usage_log, access_log, pools }));
         Ok(())
     }
 
@@ -554,6 +561,11 @@ async fn next_training_log(running: Option<&Live>, next: &Snapshot, metrics: &Me
 async fn next_usage_log(running: Option<&Live>, next: &Snapshot, metrics: &Metrics) -> Result<Option<Arc<UsageLog>>, UsageLogError> {
     let (running, lines) = (running.and_then(|live| live.usage_log.as_ref()), metrics.usage_lines());
     next_log(running, next.usage_log.as_ref(), UsageLog::settings, |wanted| UsageLog::start(wanted, lines)).await
+}
+
+async fn next_access_log(running: Option<&Live>, next: &Snapshot, metrics: &Metrics) -> Result<Option<Arc<AccessLog>>, AccessLogError> {
+    let (running, lines) = (running.and_then(|live| live.access_log.as_ref()), metrics.access_lines());
+    next_log(running, next.access_log.as_ref(), AccessLog::settings, |wanted| AccessLog::start(wanted, lines)).await
 }
 
 /// The log that the next configuration asks for. The running one goes on if it is the same; opening another reads its file.

@@ -26,6 +26,7 @@
 //! | [`learnt`] | what a pool has learnt, kept over a restart | |
 //! | [`tenancy`] | who asks, what he may ask for, and how much of it | proxy, dispatcher, gateway |
 //! | [`row_log`] | files of lines, written beside the requests | proxy, dispatcher, gateway |
+//! | [`access_log`] | a line for each request that has ended, in a file | proxy, dispatcher, gateway |
 //! | [`usage_log`] | what every request used, written down for billing | proxy, dispatcher, gateway |
 //! | [`training_log`] | prompts and the lengths of their answers, written down for training | proxy, dispatcher |
 //! | [`admin`] | what operators see and may do | |
@@ -44,6 +45,8 @@
 //! 2. One dispatcher task owns one pool's scheduler; everyone else sends it events. Every request has exactly one ending, settled on drop.
 //! 3. A request reads one snapshot from start to finish.
 
+#[cfg(feature = "gateway")]
+pub mod access_log;
 #[cfg(feature = "gateway")]
 pub mod admin;
 #[cfg(feature = "gateway")]

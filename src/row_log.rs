@@ -25,8 +25,8 @@ const REMIND: Duration = Duration::from_secs(60);
 /// Where a full file goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Full {
-    /// To `FILE.1`, in place of the one before.
-    Replaces,
+    /// To `FILE.1`, the one before to `FILE.2`, and so on: so many are kept, at least one.
+    Moves { keep: u32 },
     /// To a name of its own, `FILE.TIME-PID`, and onto the disk itself: whoever reads it takes it away.
     Stays,
 }
@@ -163,8 +163,9 @@ impl Writer {
     /// Writes whole lines at once: during a hand-over two processes append to the same file.
     fn write(&mut self, lines: &[u8]) -> io::Result<()> {
         // Somebody may have taken the file away; what is written to it then nobody would find.
-        if !self.is_in_place() {
-            (self.file, self.size, self.torn) = open(&self.settings.file)?;
+        match self.in_place() {
+            Some(size) => self.size = size,
+            None => (self.file, self.size, self.torn) = open(&self.settings.file)?,
         }
         if self.size > 0 && self.size + lines.len() as u64 > self.settings.max_size {
             match self.put_away() {
@@ -174,7 +175,7 @@ impl Writer {
                 Err(error) => return Err(error),
             }
         }
-        if self.torn {
+        if self.torn && self.size > 0 {
             self.file.write_all(b"\n")?;
         }
         self.torn = true;
@@ -185,24 +186,38 @@ impl Writer {
     }
 
     fn put_away(&self) -> io::Result<()> {
-        let mut to = self.settings.file.clone().into_os_string();
-        match self.settings.full {
-            Full::Replaces => to.push(".1"),
+        let named = |end: String| {
+            let mut name = self.settings.file.clone().into_os_string();
+            name.push(end);
+            name
+        };
+        let to = match self.settings.full {
+            Full::Moves { keep } => {
+                for older in (1..keep).rev() {
+                    match fs::rename(named(format!(".{older}")), named(format!(".{}", older + 1))) {
+                        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                        _ => {}
+                    }
+                }
+                named(".1".into())
+            }
             Full::Stays => {
                 self.file.sync_all()?;
                 // The process too: during a hand-over two of them put files away.
-                to.push(format!(".{}-{}", now().replace(['-', ':'], ""), std::process::id()));
+                let to = named(format!(".{}-{}", now().replace(['-', ':'], ""), std::process::id()));
                 if fs::exists(&to)? {
                     return Err(io::Error::other(format!("{} is there already", Path::new(&to).display())));
                 }
+                to
             }
-        }
+        };
         fs::rename(&self.settings.file, to)
     }
 
-    fn is_in_place(&self) -> bool {
-        let same = |open: fs::Metadata, there: fs::Metadata| (open.dev(), open.ino()) == (there.dev(), there.ino());
-        self.file.metadata().and_then(|open| Ok(same(open, fs::metadata(&self.settings.file)?))).unwrap_or(false)
+    /// How long the file is by now, whoever else writes to it or empties it; `None` once another one has its place, or none.
+    fn in_place(&self) -> Option<u64> {
+        let (open, there) = (self.file.metadata().ok()?, fs::metadata(&self.settings.file).ok()?);
+        ((open.dev(), open.ino()) == (there.dev(), there.ino())).then(|| there.len())
     }
 
     fn tell(&mut self, what: &str, error: &io::Error) {
@@ -277,9 +292,38 @@ mod tests {
     }
 
     #[test]
+    fn as_many_full_files_are_kept_as_are_asked_for() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = RowLog::start(settings(directory.path(), 64, Full::Moves { keep: 3 }), Metrics::default().training_rows()).unwrap();
+        for number in 0..30 {
+            log.push_and_tell(format!("{number:09}\n").into_bytes()).blocking_recv().unwrap();
+        }
+        drop(log);
+        let first = |end: &str| fs::read_to_string(directory.path().join(format!("rows.jsonl{end}"))).unwrap()[..9].parse::<u32>().unwrap();
+        // Six lines fit.
+        assert_eq!(["", ".1", ".2", ".3"].map(first), [24, 18, 12, 6]);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 4, "the oldest is gone");
+    }
+
+    #[test]
+    fn a_file_that_was_copied_and_emptied_goes_on_from_its_beginning() {
+        let directory = tempfile::tempdir().unwrap();
+        let settings = settings(directory.path(), 64, Full::Moves { keep: 1 });
+        let log = RowLog::start(settings.clone(), Metrics::default().training_rows()).unwrap();
+        for round in 0..3 {
+            for number in 0..6 {
+                log.push_and_tell(format!("{round}{number:08}\n").into_bytes()).blocking_recv().unwrap();
+            }
+            assert_eq!(fs::metadata(&settings.file).unwrap().len(), 60);
+            OpenOptions::new().write(true).open(&settings.file).unwrap().set_len(0).unwrap();
+        }
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1, "it was never full");
+    }
+
+    #[test]
     fn who_waits_for_a_line_that_is_lost_waits_no_longer() {
         let directory = tempfile::tempdir().unwrap();
-        let settings = settings(directory.path(), 1 << 20, Full::Replaces);
+        let settings = settings(directory.path(), 1 << 20, Full::Moves { keep: 1 });
         let log = RowLog::start(settings, Metrics::default().training_rows()).unwrap();
         // Its place is taken by a directory, and it is not there any more.
         fs::remove_file(directory.path().join("rows.jsonl")).unwrap();

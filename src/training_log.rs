@@ -32,7 +32,7 @@ impl TrainingLog {
     /// The file cannot be opened for writing, or there is no thread to be had.
     pub fn start(settings: TrainingLogSettings, counts: RowCounts) -> Result<TrainingLog, TrainingLogError> {
         let TrainingLogSettings { file, max_size } = settings.clone();
-        let rows = row_log::Settings { name: "training-log", file, max_size, full: Full::Replaces, queue: QUEUE };
+        let rows = row_log::Settings { name: "training-log", file, max_size, full: Full::Moves { keep: 1 }, queue: QUEUE };
         let log = RowLog::start(rows, counts).map_err(|source| TrainingLogError { path: settings.file.clone(), source })?;
         Ok(TrainingLog { settings, log })
     }

@@ -69,6 +69,7 @@ fn the_reference_describes_every_field_and_no_other() {
         ("TenantLimits", "`tenants[].limits`"),
         ("TrainingLog", "`training_log`"),
         ("UsageLog", "`usage_log`"),
+        ("AccessLog", "`access_log`"),
         ("Edge", "`edge`"),
         ("Limits", "`limits` (top level, and per pool)"),
         ("Timeouts", "`timeouts` (top level, and per pool)"),

@@ -111,6 +111,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
         keys: None,
         training_log: None,
         usage_log: None,
+        access_log: None,
         state: None,
         edge: Edge::default(),
         pools: vec![Arc::new(pool)],
@@ -153,6 +154,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     }
     if let Some(log) = &snapshot.usage_log {
         let _ = writeln!(out, "  usage      is written to {}, in files of {}", log.file.display(), show_bytes(log.max_size));
+    }
+    if let Some(log) = &snapshot.access_log {
+        let _ = writeln!(out, "  access log {}, in files of {}, {} of them kept", log.file.display(), show_bytes(log.max_size), log.keep);
     }
     if let Some(otlp) = &snapshot.otlp {
         let _ = writeln!(out, "  traces     {} of requests go to {}", otlp.sample, otlp.endpoint);

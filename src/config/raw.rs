@@ -34,6 +34,7 @@ pub(super) struct File {
     pub keys: Option<Keys>,
     pub training_log: Option<TrainingLog>,
     pub usage_log: Option<UsageLog>,
+    pub access_log: Option<AccessLog>,
     pub state: Option<Leaf<PathBuf>>,
     pub edge: Option<Edge>,
     pub limits: Option<Limits>,
@@ -122,6 +123,14 @@ pub(super) struct TrainingLog {
 pub(super) struct UsageLog {
     pub file: Leaf<PathBuf>,
     pub max_size: Option<Leaf<Bytes>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct AccessLog {
+    pub file: Leaf<PathBuf>,
+    pub max_size: Option<Leaf<Bytes>>,
+    pub keep: Option<Leaf<u64>>,
 }
 
 #[derive(Default, Deserialize)]

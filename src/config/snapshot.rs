@@ -33,6 +33,8 @@ pub struct Snapshot {
     pub training_log: Option<TrainingLogSettings>,
     /// Where is written down what requests used; `None`: nowhere.
     pub usage_log: Option<UsageLogSettings>,
+    /// Where the access log goes; `None` is among the lines of the log.
+    pub access_log: Option<AccessLogSettings>,
     /// The directory where pools keep what they have learnt; `None` forgets it at the end.
     pub state: Option<PathBuf>,
     /// Body, header and wait limits of the edge.
@@ -59,6 +61,8 @@ pub const DEFAULT_SERVICE_NAME: &str = "headway";
 pub const DEFAULT_TRAINING_LOG: u64 = 256 << 20;
 /// Size of one file of the usage log when nothing else is said, in bytes.
 pub const DEFAULT_USAGE_LOG: u64 = 64 << 20;
+/// The access log's `max_size` and `keep` where none are set.
+pub const DEFAULT_ACCESS_LOG: (u64, u32) = (64 << 20, 5);
 /// Attempts on other backends when nothing else is said.
 pub const DEFAULT_RETRIES: u32 = 2;
 /// Retries per second of one pool when nothing else is said.
@@ -150,6 +154,16 @@ pub struct UsageLogSettings {
     pub file: PathBuf,
     /// Bytes from which on the file is put away under a name of its own.
     pub max_size: u64,
+}
+
+/// Files with a line for each request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AccessLogSettings {
+    pub file: PathBuf,
+    /// Bytes from which on the file is put away.
+    pub max_size: u64,
+    /// How many that were put away are kept.
+    pub keep: u32,
 }
 
 /// Where the ranker computes.

@@ -60,6 +60,7 @@ policy: fcfs
 state: kept
 training_log: { file: rows.jsonl, max_size: 2MiB }
 usage_log: { file: usage.jsonl }
+access_log: { file: access.jsonl, keep: 3 }
 edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, half_close: true, headers: false, keepalive: 20s }
 limits: { queue_requests: 10, queue_bytes: 8MiB }
 timeouts: { queue: 30s }
@@ -95,6 +96,8 @@ pools:
     assert!(log.file.ends_with("rows.jsonl") && log.max_size == 2 << 20);
     let log = snapshot.usage_log.as_ref().unwrap();
     assert!(log.file.ends_with("usage.jsonl") && log.max_size == 64 << 20);
+    let log = snapshot.access_log.as_ref().unwrap();
+    assert!(log.file.ends_with("access.jsonl") && (log.max_size, log.keep) == (64 << 20, 3));
     assert_eq!(snapshot.policy.name, "fcfs");
     assert_eq!(snapshot.edge.max_body, 1 << 20);
     assert!(snapshot.edge.half_close && !snapshot.edge.headers);

@@ -215,6 +215,8 @@ impl Builder<'_> {
         let otlp = otlp.and_then(|otlp| self.otlp(otlp, &root.key("telemetry").key("otlp")));
         let training_log = file.training_log.as_ref().and_then(|log| self.training_log(log, &root.key("training_log")));
         let usage_log = file.usage_log.as_ref().and_then(|log| self.usage_log(log, &root.key("usage_log"), training_log.as_ref()));
+        let own: Vec<&Path> = training_log.iter().map(|log| log.file.as_path()).chain(usage_log.iter().map(|log| log.file.as_path())).collect();
+        let access_log = file.access_log.as_ref().and_then(|log| self.access_log(log, &root.key("access_log"), &own));
         let state = file.state.as_ref().and_then(|leaf| self.state(leaf, &root.key("state")));
         let edge = self.edge(file.edge.as_ref().unwrap_or(&raw::Edge::default()), &root.key("edge"));
         let limits = self.limits(file.limits.as_ref(), &root.key("limits"), DEFAULT_LIMITS, &edge);
@@ -255,6 +257,7 @@ impl Builder<'_> {
             keys,
             training_log,
             usage_log,
+            access_log,
             state,
             edge,
             pools,
@@ -396,19 +399,28 @@ impl Builder<'_> {
     }
 
     fn training_log(&mut self, raw: &raw::TrainingLog, place: &Place) -> Option<TrainingLogSettings> {
-        let file = self.file_of_lines(&raw.file, &place.key("file"), None)?;
+        let file = self.file_of_lines(&raw.file, &place.key("file"), &[])?;
         let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_TRAINING_LOG);
         Some(TrainingLogSettings { file, max_size })
     }
 
     fn usage_log(&mut self, raw: &raw::UsageLog, place: &Place, training: Option<&TrainingLogSettings>) -> Option<UsageLogSettings> {
-        let file = self.file_of_lines(&raw.file, &place.key("file"), training.map(|training| training.file.as_path()))?;
+        let taken: Vec<&Path> = training.iter().map(|training| training.file.as_path()).collect();
+        let file = self.file_of_lines(&raw.file, &place.key("file"), &taken)?;
         let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, DEFAULT_USAGE_LOG);
         Some(UsageLogSettings { file, max_size })
     }
 
-    /// A file that the gateway writes; `taken` is another one of its own.
-    fn file_of_lines(&mut self, leaf: &Leaf<PathBuf>, place: &Place, taken: Option<&Path>) -> Option<PathBuf> {
+    fn access_log(&mut self, raw: &raw::AccessLog, place: &Place, taken: &[&Path]) -> Option<AccessLogSettings> {
+        let file = self.file_of_lines(&raw.file, &place.key("file"), taken)?;
+        let (max_size, keep) = DEFAULT_ACCESS_LOG;
+        let max_size = self.checker.bytes(raw.max_size.as_ref(), &place.key("max_size"), 1 << 20..=1 << 40, max_size);
+        let keep = self.checker.number(raw.keep.as_ref(), &place.key("keep"), 1..=1000, keep.into()) as u32;
+        Some(AccessLogSettings { file, max_size, keep })
+    }
+
+    /// A file that the gateway writes; `taken` are others of its own.
+    fn file_of_lines(&mut self, leaf: &Leaf<PathBuf>, place: &Place, taken: &[&Path]) -> Option<PathBuf> {
         let file = self.path(leaf, place)?;
         let parent = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let same = |other: &PathBuf| file.canonicalize().is_ok_and(|file| other.canonicalize().is_ok_and(|other| other == file));
@@ -418,8 +430,8 @@ impl Builder<'_> {
             Some(Mistake::new(format!("{} is no regular file", file.display()), "name a file; it is made if it is missing"))
         } else if self.sources.iter().any(same) {
             Some(Mistake::new(format!("{} belongs to the configuration", file.display()), "name a file of its own"))
-        } else if taken.is_some_and(|taken| taken == file || same(&taken.to_owned())) {
-            Some(Mistake::new(format!("{} is the training log", file.display()), "name a file of its own"))
+        } else if taken.iter().any(|taken| *taken == file || same(&taken.to_path_buf())) {
+            Some(Mistake::new(format!("{} is another log already", file.display()), "name a file of its own"))
         } else {
             None
         };

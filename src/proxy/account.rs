@@ -18,7 +18,7 @@ use crate::gateway::{Gateway, Target};
 use crate::ranker::{Neutral, Opinion, Pending, PromptText};
 use crate::row_log;
 use crate::scheduler::{Facts, Scored, Time, Tokens};
-use crate::telemetry::{self, Outcome, Resume, Stage, Trace};
+use crate::telemetry::{self, Line, Outcome, Resume, Stage, Trace};
 use crate::tenancy::{Admission, Refused, Tenant};
 use crate::training_log::TrainingLog;
 use crate::usage_log::{Usage, UsageLog, Written};
@@ -527,6 +527,11 @@ impl Drop for Account {
             }
         }
         telemetry::record(&outcome, &self.gateway.metrics, &self.gateway.recent);
+        let line = Line::of(&outcome);
+        match &self.gateway.live().access_log {
+            Some(log) => log.write(&line),
+            None => line.log(),
+        }
         if let (Some(trace), Some(tracer)) = (&trace, &self.gateway.tracer) {
             tracer.end(trace, &outcome);
         }

@@ -151,6 +151,7 @@ pub struct Metrics {
     traces: Family<ResultLabels, Counter>,
     training_rows: Family<ResultLabels, Counter>,
     usage_lines: Family<ResultLabels, Counter>,
+    access_lines: Family<ResultLabels, Counter>,
     /// Models with series of their own.
     models: Mutex<BTreeSet<String>>,
 }
@@ -182,6 +183,7 @@ impl Default for Metrics {
             traces: Family::default(),
             training_rows: Family::default(),
             usage_lines: Family::default(),
+            access_lines: Family::default(),
             models: Mutex::default(),
         };
         metrics.registered()
@@ -207,6 +209,7 @@ impl Metrics {
         registry.register("traces", "Recorded traces, by what became of them", self.traces.clone());
         registry.register("training_rows", "Answers noted for training, by what became of them", self.training_rows.clone());
         registry.register("usage_lines", "Lines of the usage log, by what became of them", self.usage_lines.clone());
+        registry.register("access_lines", "Lines of the access log's file, by what became of them", self.access_lines.clone());
         self
     }
 
@@ -262,6 +265,12 @@ impl Metrics {
     /// Counters of rows for training, which have series from then on.
     pub fn training_rows(&self) -> RowCounts {
         let of = |result| self.training_rows.get_or_create(&ResultLabels { result }).clone();
+        RowCounts { written: of("written"), lost: of("lost") }
+    }
+
+    /// Counters of the access log's lines, which have series from then on.
+    pub fn access_lines(&self) -> RowCounts {
+        let of = |result| self.access_lines.get_or_create(&ResultLabels { result }).clone();
         RowCounts { written: of("written"), lost: of("lost") }
     }
 

@@ -1,5 +1,6 @@
 //! Turns outcomes and stage timings into metrics, the access log and spans. Nobody below knows it.
 
+mod access;
 mod context;
 pub mod metrics;
 mod recent;
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use opentelemetry::trace::TraceId;
 
+pub use access::Line;
 pub use context::random;
 pub use recent::{Ended, Recent};
 pub use trace::{Stage, Trace};
@@ -109,7 +111,7 @@ impl Resume {
     }
 }
 
-/// Counts a request, remembers it and writes its line of the access log (target `access`).
+/// Counts a request and remembers it.
 pub fn record(outcome: &Outcome, metrics: &Metrics, recent: &Recent) {
     recent.record(outcome);
     let complete = outcome.reason == "ok";
@@ -129,34 +131,14 @@ pub fn record(outcome: &Outcome, metrics: &Metrics, recent: &Recent) {
         not_resumed: outcome.not_resumed,
         scoring: outcome.scoring,
     });
-    tracing::info!(
-        target: "access",
-        id = outcome.request_id,
-        trace = outcome.trace.map(tracing::field::display),
-        method = outcome.method,
-        path = outcome.path,
-        tenant = outcome.tenant,
-        model = outcome.model,
-        pool = outcome.pool,
-        fell_from = outcome.fell_from,
-        backend = outcome.backend,
-        status = outcome.status,
-        reason = outcome.reason,
-        queue_ms = outcome.queued.map(millis),
-        ttft_ms = outcome.first_token.map(millis),
-        total_ms = millis(outcome.total),
-        prompt_tokens = outcome.prompt_tokens,
-        output_tokens = outcome.output_tokens,
-        predicted_tokens = outcome.predicted_tokens,
-        boost_ms = outcome.boost.map(|micros| micros as f64 / 1e3),
-        score = outcome.score,
-        scoring = outcome.scoring,
-        aged = outcome.aged,
-        stolen = outcome.stolen,
-        retries = outcome.retries,
-        resumed = outcome.resumed,
-        not_resumed = outcome.not_resumed,
-    );
+}
+
+/// As much of a client's text as is worth keeping, in bytes.
+const LONGEST: usize = 256;
+
+/// The beginning of a text that a client has made up.
+fn short(text: &str) -> &str {
+    &text[..text.floor_char_boundary(LONGEST)]
 }
 
 fn millis(span: Duration) -> f64 {

@@ -13,11 +13,8 @@ use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 use tokio::time::Instant;
 
 use super::context::{self, Caller};
-use super::{Outcome, millis};
+use super::{Outcome, millis, short};
 use crate::config::BackendUrl;
-
-/// Text that clients send is cut to this many bytes.
-const LONGEST: usize = 256;
 
 /// What a request is doing. It does one thing at a time: to enter a stage is to end the one before.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -230,17 +227,17 @@ fn root_attributes(outcome: &Outcome, failed: bool) -> Vec<KeyValue> {
         all.add("gen_ai.provider.name", outcome.provider);
     }
     if !outcome.model.is_empty() {
-        all.add("gen_ai.request.model", short(outcome.model));
+        all.add("gen_ai.request.model", short(outcome.model).to_owned());
     }
     if outcome.streamed {
         all.add("gen_ai.request.stream", true);
     }
-    all.maybe("gen_ai.response.model", outcome.upstream_model.map(short));
+    all.maybe("gen_ai.response.model", outcome.upstream_model.map(|model| short(model).to_owned()));
     all.maybe("gen_ai.response.time_to_first_chunk", outcome.first_token.map(|span| span.as_secs_f64()));
     all.maybe("gen_ai.usage.input_tokens", outcome.prompt_tokens.map(i64::from));
     all.maybe("gen_ai.usage.output_tokens", (outcome.output_tokens > 0).then_some(i64::from(outcome.output_tokens)));
     all.add("http.request.method", method(outcome.method).0);
-    all.add("url.path", short(outcome.path));
+    all.add("url.path", short(outcome.path).to_owned());
     // Nobody was told that the client had left.
     all.maybe("http.response.status_code", (outcome.status != 499).then_some(i64::from(outcome.status)));
     all.maybe("error.type", failed.then_some(outcome.reason));
@@ -290,17 +287,13 @@ impl Attributes {
     }
 }
 
-/// As much of a client's text as is worth keeping.
-fn short(text: &str) -> String {
-    text[..text.floor_char_boundary(LONGEST)].to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
 
     use tokio::time::advance;
 
+    use super::super::LONGEST;
     use super::*;
 
     fn outcome<'a>() -> Outcome<'a> {

@@ -123,7 +123,7 @@ def test_a_file_that_is_lost_costs_lines_and_no_answers(launch):
 def test_a_file_of_somebody_elses_is_a_mistake(launch):
     backend = launch.backend()
     gateway = launch.gateway(pool("sim", backend), training_log={"file": str(launch.folder / "rows.jsonl")})
-    for file, said in (("rows.jsonl", "is the training log"), ("not/there", "is not there"), (gateway.file.name, "belongs to the configuration")):
+    for file, said in (("rows.jsonl", "is another log already"), ("not/there", "is not there"), (gateway.file.name, "belongs to the configuration")):
         gateway.write(usage_log={"file": str(launch.folder / file)})
         [problem] = gateway.reload().json()["error"]["problems"]
         assert problem["field"] == "usage_log.file"
