@@ -4,6 +4,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::hint::black_box;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
@@ -46,6 +47,15 @@ fn policy(gamma: Gamma) -> Policy {
         overload: false,
     };
     Policy::new(parts).expect("the parts are consistent")
+}
+
+/// One of ten thousand conversations under one of ten system prompts, at any of its turns.
+fn history(random: u64) -> Arc<History> {
+    let (conversation, turn) = (random >> 20 & 0x3fff, random >> 40 & 7);
+    let prefix = |number: u64, tokens| Prefix { hash: number.wrapping_mul(0x9e37_79b9_7f4a_7c15), tokens };
+    let system = prefix(conversation % 10 + 1, 200);
+    let turns = (turn..turn + 4).map(|turn| prefix(conversation << 8 | turn | 1 << 40, 400 + 100 * turn as u32));
+    Arc::new(History::new([system].into_iter().chain(turns), None))
 }
 
 /// A pool of four backends with 64 slots each, all taken, and requests of all lengths that wait.
@@ -115,7 +125,7 @@ impl Pool {
             unscored: false,
             excluded: Vec::new(),
             tenant: None,
-            prefix: None,
+            history: Some(history(random)),
             oracle_output: None,
         }
     }

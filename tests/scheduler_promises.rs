@@ -1,6 +1,7 @@
 //! Promises of the scheduling core, one scene each: what a policy orders by, who waits for room, who takes from whom, who is turned away.
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use headway::scheduler::*;
@@ -13,6 +14,21 @@ fn policy(order: Order, aging_share: f64) -> Policy {
         aging_threshold: Duration::from_secs(100),
         aging_share,
         lead: Lead::Auto,
+        overload: true,
+    };
+    Policy::new(parts).unwrap()
+}
+
+/// An order by keys alone, whoever sends.
+fn sharing_unlimited(order: Order) -> Policy {
+    let by_default = policy(order, 0.0);
+    let parts = PolicyParts {
+        order,
+        gamma: by_default.gamma(),
+        max_overtake: by_default.max_overtake(),
+        aging_threshold: by_default.aging_threshold(),
+        aging_share: 0.0,
+        lead: Lead::Unlimited,
         overload: true,
     };
     Policy::new(parts).unwrap()
@@ -113,7 +129,7 @@ fn request(id: u64) -> Request {
         unscored: false,
         excluded: Vec::new(),
         tenant: None,
-        prefix: None,
+        history: None,
         oracle_output: None,
     }
 }
@@ -280,7 +296,7 @@ fn requests_join_where_they_would_be_done_first() {
     assert!((98..=102).contains(&queues[0]) && queues[0] + queues[1] == 400, "{queues:?}");
 
     // Where the beginning of the prompt is known, unless the wait for it costs more; between equals, anywhere.
-    let conversation = |id| Request { prefix: Some(Prefix { hash: 7, tokens: 900 }), ..prompt(id, 1000) };
+    let conversation = |id| Request { history: Some(Arc::new(History::new([Prefix { hash: 7, tokens: 900 }], None))), ..prompt(id, 1000) };
     let mut elsewhere = 0;
     for seed in 0..40 {
         let mut pool = Pool::new(policy(Order::Fcfs, 0.0), seed);
@@ -293,6 +309,97 @@ fn requests_join_where_they_would_be_done_first() {
         assert_eq!(pool.arrive(conversation(3)), [(3, 1 - home)], "work is ahead of it at home");
     }
     assert!((10..=30).contains(&elsewhere), "{elsewhere} of 40");
+}
+
+/// Turn `turn` of a conversation, each of 1,000 tokens: its prompt ends where the answer to the turn before began, and a turn later.
+fn turn(id: u64, conversation: u64, turn: u32) -> Request {
+    let end = |turn: u32| Prefix { hash: (conversation << 32 | u64::from(turn)).wrapping_mul(0x9e37_79b9_7f4a_7c15), tokens: 1000 * turn };
+    Request { history: Some(Arc::new(History::new([end(turn - 1), end(turn)], None))), ..prompt(id, 1000 * turn) }
+}
+
+#[test]
+fn a_conversation_goes_on_where_it_was() {
+    let mut homes = Vec::new();
+    for seed in 0..20 {
+        let mut pool = Pool::new(policy(Order::Fcfs, 0.0), seed);
+        (0..4).for_each(|id| drop(pool.backend(id, slots(1))));
+        let mut work = Vec::new();
+        let mut at = Vec::new();
+        for number in 1..=6 {
+            let [Action::Release { request, backend, facts }] = pool.actions(Event::Arrived(turn(u64::from(number), 1, number)))[..] else {
+                panic!()
+            };
+            at.push(backend.0);
+            work.push(facts.work);
+            pool.released(Event::Finished(request, Ending::Refused));
+        }
+        assert!(at.iter().all(|backend| *backend == at[0]), "{at:?}");
+        assert!(work.iter().all(|other| (other - work[0]).abs() < 1e-6), "each turn has a thousand tokens to compute: {work:?}");
+        homes.push(at[0]);
+
+        // It may have started anew since.
+        let state = slots(1);
+        pool.backend(at[0], BackendState { standing: Standing::Ejected, ..state.clone() });
+        pool.backend(at[0], state);
+        let [Action::Release { facts, .. }] = pool.actions(Event::Arrived(turn(7, 1, 7)))[..] else { panic!() };
+        assert!(facts.work > 3.0 * work[0], "all of it has to be computed: {} s", facts.work);
+    }
+    homes.sort_unstable();
+    homes.dedup();
+    assert_eq!(homes.len(), 4, "a first turn goes anywhere");
+}
+
+#[test]
+fn what_a_cache_has_no_room_for_is_not_there() {
+    let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
+    pool.backend(0, BackendState { kv_tokens: Some(4096), ..slots(1) });
+    let mut work = |pool: &mut Pool, request: Request| {
+        let id = request.id;
+        let [Action::Release { facts, .. }] = pool.actions(Event::Arrived(request))[..] else { panic!() };
+        pool.released(Event::Finished(id, Ending::Refused));
+        facts.work
+    };
+    let first = work(&mut pool, turn(1, 1, 1));
+    assert!((work(&mut pool, turn(2, 1, 2)) - first).abs() < 1e-6);
+    for other in 0..4 {
+        work(&mut pool, turn(10 + other, 2 + other, 1));
+    }
+    assert!(work(&mut pool, turn(3, 1, 3)) > 1.5 * first, "four thousand other tokens came since");
+}
+
+/// What a session has had counts as work of its next request, and only for its own tenant.
+#[test]
+fn a_session_that_had_much_goes_behind_one_that_had_little() {
+    let of = |id, session, tenant| {
+        let history = Some(Arc::new(History::new([], session)));
+        Request { history, tenant: Some(TenantId(tenant)), max_output: Some(2000), ..request(id) }
+    };
+    let headway = || sharing_unlimited(Order::Headway);
+    let mut pool = Pool::busy(headway());
+    pool.arrive(of(1, Some(7), 1));
+    pool.released(Event::Finished(RequestId(0), Ending::Refused));
+    assert_eq!(pool.released(Event::Finished(RequestId(1), Ending::Completed { output: 2000, prompt: None })), []);
+    pool.arrive(request(10));
+    // The same name of another tenant's is another session; so is none.
+    pool.arrive(of(11, Some(7), 1));
+    pool.arrive(of(12, Some(7), 2));
+    pool.arrive(of(13, Some(8), 1));
+    pool.arrive(of(14, None, 1));
+    let work = |pool: &Pool, id| pool.scheduler.explain(RequestId(id)).unwrap().work;
+    assert!(work(&pool, 11) >= pool.scheduler.view().speed.seconds(0, 1024), "{}", work(&pool, 11));
+    assert!([12, 13, 14].iter().all(|&id| work(&pool, id) < work(&pool, 11)));
+    assert_eq!(pool.order(10).into_iter().map(|(id, _)| id).collect::<Vec<_>>(), [12, 13, 14, 11]);
+
+    // It fades: half in five minutes.
+    let mut pool = Pool::busy(headway());
+    pool.arrive(of(1, Some(7), 1));
+    pool.released(Event::Finished(RequestId(0), Ending::Refused));
+    pool.released(Event::Finished(RequestId(1), Ending::Completed { output: 2000, prompt: None }));
+    pool.wait(3600);
+    pool.arrive(request(10));
+    pool.arrive(of(11, Some(7), 1));
+    pool.arrive(of(12, None, 1));
+    assert_eq!(work(&pool, 11), work(&pool, 12));
 }
 
 /// Two seconds of work each: prompts are assumed to take 25 us a token.

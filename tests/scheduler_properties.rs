@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that panics has failed")]
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::Duration;
 
 use headway::scheduler::*;
@@ -32,6 +33,12 @@ fn sharing(order: Order, gamma: Gamma, aging: (u64, f64), lead: Lead) -> Policy 
 
 const LIMITS: Limits = Limits { queue_requests: 40, queue_bytes: 20_000, max_output: 4096 };
 
+/// A conversation of this number: its system prompt, the turn before and all of it; now and then longer than the prompt, as estimates are.
+fn beginnings(hash: u64, prompt: Tokens) -> [Prefix; 3] {
+    let prefix = |part, tokens| Prefix { hash: hash.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(part), tokens };
+    [prefix(0, 30), prefix(1, prompt / 2), prefix(hash as u32, prompt + 10)]
+}
+
 /// One thing that happens. Requests and backends are picked by number among those that exist.
 #[derive(Clone, Debug)]
 enum Step {
@@ -60,7 +67,7 @@ struct Arrive {
     bytes: u32,
     unscored: bool,
     excluded: Vec<BackendId>,
-    prefix: Option<u64>,
+    history: Option<(u64, Option<u64>)>,
 }
 
 fn arrive() -> impl Strategy<Value = Arrive> {
@@ -71,10 +78,10 @@ fn arrive() -> impl Strategy<Value = Arrive> {
         prop_oneof![3 => Just(1.0), 1 => Just(2.0), 1 => Just(0.5)],
         prop::bool::weighted(0.1),
         prop_oneof![4 => Just(vec![]), 1 => prop::collection::vec((0u32..4).prop_map(BackendId), 1..3)],
-        prop::option::weighted(0.3, 0u64..4),
+        prop::option::weighted(0.3, (0u64..4, prop::option::of(0u64..3))),
     );
     (sizes, score, times, rest).prop_map(
-        |((prompt, max_output, attained, bytes), (score, version), (patience, late), (weight, unscored, excluded, prefix))| Arrive {
+        |((prompt, max_output, attained, bytes), (score, version), (patience, late), (weight, unscored, excluded, history))| Arrive {
             prompt,
             score,
             version,
@@ -86,7 +93,7 @@ fn arrive() -> impl Strategy<Value = Arrive> {
             bytes,
             unscored,
             excluded,
-            prefix,
+            history,
         },
     )
 }
@@ -301,7 +308,7 @@ impl World {
             unscored: arrive.unscored,
             excluded: arrive.excluded.clone(),
             tenant: (arrive.bytes % 5).checked_sub(1).map(TenantId),
-            prefix: arrive.prefix.map(|hash| Prefix { hash, tokens: arrive.prompt / 2 }),
+            history: arrive.history.map(|(hash, session)| Arc::new(History::new(beginnings(hash, arrive.prompt), session))),
             oracle_output: None,
         }
     }
@@ -523,7 +530,7 @@ fn naive_policy() -> impl Strategy<Value = Policy> {
 
 /// Steps that leave backends and limits alone, with requests that may go anywhere.
 fn plain_steps(len: usize) -> impl Strategy<Value = Vec<Step>> {
-    let arrive = arrive().prop_map(|arrive| Step::Arrive(Arrive { excluded: vec![], prefix: None, ..arrive }));
+    let arrive = arrive().prop_map(|arrive| Step::Arrive(Arrive { excluded: vec![], history: None, ..arrive }));
     let step = prop_oneof![
         5 => arrive,
         // A pushback would shrink the window.
@@ -692,7 +699,7 @@ fn plain(prompt: Tokens, weight: f64) -> Arrive {
         bytes: 1,
         unscored: false,
         excluded: vec![],
-        prefix: None,
+        history: None,
     }
 }
 

@@ -182,7 +182,7 @@ impl Dispatcher {
             unscored: arrival.unscored,
             excluded: arrival.excluded,
             tenant: arrival.tenant,
-            prefix: None,
+            history: None,
             oracle_output: None,
         };
         let (grant, answer) = oneshot::channel();

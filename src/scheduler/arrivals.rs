@@ -63,6 +63,9 @@ impl Scheduler {
         }
 
         let mut entry = Entry::new(request, Place::new(self.sequence, slot));
+        if let Some(session) = request.history.as_ref().and_then(|history| history.session()) {
+            entry.attained = entry.attained.max(self.sessions.attained(self.now, request.tenant, session));
+        }
         self.predict(&mut entry);
         if self.backends.iter().all(|backend| !backend.queue.has_restricted()) {
             self.restrictions.clear();
@@ -74,7 +77,7 @@ impl Scheduler {
             _ => (reason, self.queued_seconds()),
         })?;
         entry.backend = index as u32;
-        entry.cached = self.backends[index].prefixes.cached(entry.prefix(), entry.prompt);
+        entry.cached = self.backends[index].cached(entry.history.as_deref(), entry.prompt);
         let work = self.keying.work(&entry);
         entry.work = work as f32;
         if let Some(margin) = self.margin() {

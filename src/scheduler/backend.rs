@@ -1,6 +1,7 @@
 //! One backend as the scheduler knows it.
 
 use super::event::{BackendId, BackendState, Load, Standing, Tokens};
+use super::history::History;
 use super::outlook::Sketch;
 use super::prefixes::Prefixes;
 use super::queue::Queue;
@@ -93,6 +94,11 @@ impl Backend {
         };
         let fits = self.state.kv_tokens.is_none_or(|kv| with() <= kv);
         self.in_flight == 0 || fits && self.load.kv_used.is_none_or(|used| used < KV_FULL)
+    }
+
+    /// How many of a prompt's tokens it probably need not compute.
+    pub fn cached(&self, history: Option<&History>, prompt: Tokens) -> Tokens {
+        self.prefixes.cached(history, prompt, self.state.kv_tokens)
     }
 
     /// Whether requests may wait for it.

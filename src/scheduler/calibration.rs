@@ -634,7 +634,7 @@ mod tests {
             unscored: false,
             excluded: Vec::new(),
             tenant: Some(TenantId(1)),
-            prefix: None,
+            history: None,
             oracle_output: None,
         };
         Entry::new(&request, Place::new(0, 0))

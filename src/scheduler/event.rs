@@ -1,5 +1,8 @@
 //! The whole interface of the scheduler on one screen: what can happen to it and what it can ask for.
 
+use std::sync::Arc;
+
+use super::history::History;
 use super::outcome::{Ending, Reason};
 use super::policy::{Limits, Policy};
 use super::score::{Scored, Weight};
@@ -24,7 +27,7 @@ pub struct ModelId(pub u32);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct TenantId(pub u32);
 
-/// The beginning that a prompt shares with others: a conversation so far, a long system prompt.
+/// A beginning that a prompt shares with others: a conversation so far, a long system prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Prefix {
     /// Equal for equal beginnings; whatever the edge finds useful to hash.
@@ -117,8 +120,9 @@ pub struct Request {
     pub excluded: Vec<BackendId>,
     /// Who asks, where known.
     pub tenant: Option<TenantId>,
-    /// What a backend may have in its prefix cache, where known: steers placement and lowers the expected work.
-    pub prefix: Option<Prefix>,
+    /// What came before it, where known. What a backend may have in its prefix cache steers placement and lowers the expected work; what its session has attained
+    /// lowers its boost.
+    pub history: Option<Arc<History>>,
     /// The true output length: known in simulations only, read by the oracle policies only.
     pub oracle_output: Option<Tokens>,
 }

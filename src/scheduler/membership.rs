@@ -25,6 +25,10 @@ impl Scheduler {
             Some(&index) => {
                 let backend = &mut self.backends[index];
                 backend.window.reconfigure(state.slots);
+                if state.standing == Standing::Ejected {
+                    // It may have started anew.
+                    backend.prefixes.forget();
+                }
                 backend.state = state;
                 index
             }
@@ -55,7 +59,7 @@ impl Scheduler {
             Ok(index) => {
                 let entry = self.table.get_mut(slot);
                 entry.backend = index as u32;
-                entry.cached = self.backends[index].prefixes.cached(entry.prefix(), entry.prompt);
+                entry.cached = self.backends[index].cached(entry.history.as_deref(), entry.prompt);
                 self.join_queue(slot);
                 self.counters.placed_again += 1;
             }

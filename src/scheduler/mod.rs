@@ -6,6 +6,7 @@
 // The interface.
 mod closeup;
 mod event;
+mod history;
 mod outcome;
 mod outlook;
 mod policy;
@@ -40,6 +41,7 @@ mod curve;
 mod prefixes;
 mod restrictions;
 mod rng;
+mod sessions;
 mod shares;
 mod table;
 
@@ -52,6 +54,7 @@ pub use closeup::{Calibrated, Position, QueueView, RequestView, StageView, Stand
 pub(crate) use concordance::tau_b;
 pub use event::*;
 pub(crate) use gamma::GammaAda;
+pub use history::History;
 pub use outcome::{Ending, Reason};
 pub use outlook::Outlook;
 pub use policy::{Gamma, Lead, Limits, MaxOvertake, Order, Policy, PolicyError, PolicyParts, Target};
@@ -68,6 +71,7 @@ use outlook::Lately;
 use overload::{Overload, WaitingWork};
 use queue::{Aging, Place};
 use restrictions::Restrictions;
+use sessions::Sessions;
 use shares::Shares;
 use table::Table;
 
@@ -94,6 +98,7 @@ pub struct Scheduler {
     sequence: u64,
     restrictions: Restrictions,
     shares: Shares,
+    sessions: Sessions,
 
     backends: Vec<Backend>,
     by_id: BTreeMap<BackendId, usize>,
@@ -129,6 +134,7 @@ impl Scheduler {
             sequence: 0,
             restrictions: Restrictions::new(),
             shares: Shares::default(),
+            sessions: Sessions::default(),
             backends: Vec::new(),
             by_id: BTreeMap::new(),
             keying: Keying::new(&policy, Largest::new(&limits, None), speed, mean_work, rate, false, None),
@@ -245,7 +251,7 @@ mod tests {
             unscored: false,
             excluded: Vec::new(),
             tenant: None,
-            prefix: None,
+            history: None,
             oracle_output: None,
         }
     }

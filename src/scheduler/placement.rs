@@ -1,24 +1,27 @@
 //! Which backend's queue a request joins: filter, expected finish, seeded choice between equals.
 
+use std::sync::Arc;
+
 use super::Scheduler;
 use super::backend::Backend;
-use super::event::{BackendId, Prefix, Standing, Tokens};
+use super::event::{BackendId, Standing, Tokens};
+use super::history::History;
 use super::outcome::Reason;
 use super::restrictions::RestrictionId;
 use super::table::Entry;
 
 /// What a request asks of a backend.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Demand {
     prompt: Tokens,
-    prefix: Option<Prefix>,
+    history: Option<Arc<History>>,
     /// Expected.
     output: Tokens,
 }
 
 impl Demand {
     pub fn of(entry: &Entry) -> Self {
-        Demand { prompt: entry.prompt, prefix: entry.prefix(), output: entry.expected }
+        Demand { prompt: entry.prompt, history: entry.history.clone(), output: entry.expected }
     }
 }
 
@@ -43,7 +46,7 @@ impl Scheduler {
                 refusal = Reason::TooLarge;
                 continue;
             }
-            let uncached = demand.prompt - backend.prefixes.cached(demand.prefix, demand.prompt);
+            let uncached = demand.prompt - backend.cached(demand.history.as_deref(), demand.prompt);
             let finish = backend.backlog() + backend.speed.seconds(u64::from(uncached), u64::from(demand.output));
             match best {
                 Some((_, earliest)) if finish > earliest => {}

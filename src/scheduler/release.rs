@@ -82,16 +82,15 @@ impl Scheduler {
         debug_assert!(backend.has_slot());
         if from != to {
             entry.backend = to as u32;
-            entry.cached = backend.prefixes.cached(entry.prefix(), entry.prompt);
         }
+        // Others with the same beginning may have gone there since it was placed.
+        entry.cached = backend.cached(entry.history.as_deref(), entry.prompt);
         entry.stage = Stage::Running { released: self.now, produced: 0, remaining: entry.expected };
         backend.in_flight += 1;
         backend.running.add(entry.uncached(), entry.expected);
         backend.resident.add(entry.resident());
         backend.window.released(self.now);
-        if let Some(prefix) = entry.prefix() {
-            backend.prefixes.seen(prefix);
-        }
+        backend.prefixes.seen(entry.history.as_deref(), u64::from(entry.uncached()) + u64::from(entry.expected));
 
         self.counters.released += 1;
         self.counters.aged += u64::from(turn.aged);

@@ -62,6 +62,9 @@ impl Scheduler {
         let service = self.shares.settled(entry.tenant(), speed.seconds(prompt, u64::from(entry.expected)), actual);
         self.served(entry.tenant(), service);
 
+        if let Some(session) = entry.history.as_ref().and_then(|history| history.session()) {
+            self.sessions.add(self.now, entry.tenant(), session, produced);
+        }
         let index = entry.backend as usize;
         let backend = &mut self.backends[index];
         let unread = if produced == 0 { entry.uncached() } else { 0 };

@@ -3,7 +3,10 @@
 //! Pages of slots, so that growing copies nothing and a crowd costs what it holds; and an index of slots by id with open addressing. A standard map of the
 //! ids would cost three times as much, and its random state would make iteration differ from run to run.
 
-use super::event::{ModelId, Prefix, Request, RequestId, TenantId, Tokens};
+use std::sync::Arc;
+
+use super::event::{ModelId, Request, RequestId, TenantId, Tokens};
+use super::history::History;
 use super::queue::{Lane, Place};
 use super::restrictions::RestrictionId;
 use super::score::{RankerVersion, Score, Scored, Weight};
@@ -23,9 +26,7 @@ pub(super) struct Entry {
     pub arrived: Time,
     pub place: Place,
     pub stage: Stage,
-    prefix_hash: u64,
-    /// 0 for no prefix.
-    prefix_tokens: Tokens,
+    pub history: Option<Arc<History>>,
     weight: f32,
     share: f32,
     /// Expected work in capacity-seconds, as keyed.
@@ -92,8 +93,7 @@ impl Entry {
             arrived: request.arrived,
             place,
             stage: Stage::Waiting { phi: 0, expires: request.expires, restriction: RestrictionId::NONE },
-            prefix_hash: request.prefix.map_or(0, |prefix| prefix.hash),
-            prefix_tokens: request.prefix.map_or(0, |prefix| prefix.tokens),
+            history: request.history.clone(),
             weight: request.weight.get() as f32,
             share: request.share.get() as f32,
             work: 0.0,
@@ -112,10 +112,6 @@ impl Entry {
             backend: NONE,
             unscored: request.unscored,
         }
-    }
-
-    pub fn prefix(&self) -> Option<Prefix> {
-        (self.prefix_tokens > 0).then_some(Prefix { hash: self.prefix_hash, tokens: self.prefix_tokens })
     }
 
     /// The weight, in single precision.
@@ -363,7 +359,7 @@ mod tests {
             unscored: false,
             excluded: Vec::new(),
             tenant: None,
-            prefix: None,
+            history: None,
             oracle_output: None,
         }
     }

@@ -1,5 +1,6 @@
 //! Setups drawn by seed: fleets, loads, policies and whatever can go wrong, with every invariant checked after every event.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::faults::{Fault, Mess, Plan, Tells};
@@ -9,7 +10,7 @@ use super::workload::{Arrivals, Job, Length, Part, Scores, Workload};
 use super::{Broken, Dispatch, Run, Setup, run};
 use crate::engine::{Order as EngineOrder, Profile, Timing};
 use crate::scheduler::{
-    Gamma, Lead, Limits, Load, MaxOvertake, ModelId, Order, Policy, PolicyParts, Prefix, Slots, Target, TenantId, Time, Tokens, Weight,
+    Gamma, History, Lead, Limits, Load, MaxOvertake, ModelId, Order, Policy, PolicyParts, Prefix, Slots, Target, TenantId, Time, Tokens, Weight,
 };
 
 /// Runs what a seed draws.
@@ -169,7 +170,13 @@ fn adorn(job: &mut Job, random: &mut Random) {
     job.attained = if random.chance(0.1) { random.below(2000) as Tokens } else { 0 };
     job.model = ModelId(random.below(3) as u32);
     job.tenant = random.chance(0.5).then(|| TenantId(random.below(4) as u32));
-    job.prefix = random.chance(0.3).then(|| Prefix { hash: random.below(5), tokens: random.below(u64::from(job.prompt) + 20) as Tokens });
+    job.history = random.chance(0.3).then(|| {
+        let beginnings: Vec<Prefix> = (0..random.below(8))
+            .map(|_| Prefix { hash: random.below(5) << 32, tokens: random.below(u64::from(job.prompt) + 20) as Tokens })
+            .collect();
+        let session = random.chance(0.5).then(|| random.below(4));
+        Arc::new(History::new(beginnings, session))
+    });
     job.bytes = random.below(3000) as u32;
     if random.chance(0.05) {
         job.output = 0;

@@ -1,9 +1,10 @@
 //! What is asked of the fleet: when, how long, and what the ranker thinks of it.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::random::Random;
-use crate::scheduler::{ModelId, Prefix, Score, TenantId, Tokens, Weight, tau_b};
+use crate::scheduler::{History, ModelId, Score, TenantId, Tokens, Weight, tau_b};
 
 /// One request, before it is sent.
 #[derive(Clone, Debug, PartialEq)]
@@ -25,7 +26,7 @@ pub struct Job {
     pub attained: Tokens,
     pub model: ModelId,
     pub tenant: Option<TenantId>,
-    pub prefix: Option<Prefix>,
+    pub history: Option<Arc<History>>,
     /// Bytes of its body.
     pub bytes: u32,
 }
@@ -45,7 +46,7 @@ impl Job {
             attained: 0,
             model: ModelId(0),
             tenant: None,
-            prefix: None,
+            history: None,
             bytes: 0,
         }
     }

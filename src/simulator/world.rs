@@ -449,7 +449,7 @@ impl<'a> World<'a> {
             unscored: job.output == 0,
             excluded,
             tenant: job.tenant,
-            prefix: job.prefix,
+            history: job.history.clone(),
             oracle_output: Some(job.produces()),
         }
     }
