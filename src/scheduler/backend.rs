@@ -85,6 +85,11 @@ impl Backend {
         self.in_flight < self.limit()
     }
 
+    /// Whether a request that joins now need not wait.
+    pub fn starts_at_once(&self) -> bool {
+        self.has_slot() && self.queue.is_empty()
+    }
+
     /// Whether the KV cache has room for a request beside what runs. An empty backend takes any: what is larger than the whole cache was refused before.
     pub fn has_kv_for(&self, entry: &Entry) -> bool {
         let with = || {

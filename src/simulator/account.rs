@@ -187,6 +187,8 @@ pub struct Figures {
     /// Whole answers a second.
     pub answers_per_second: f64,
     pub preemptions: u64,
+    /// The share of prompt tokens that engines found in their prefix caches.
+    pub cached: f64,
     /// Of all releases, those by age.
     pub aged: f64,
     /// See [`Run::overtaken`].
@@ -226,6 +228,8 @@ impl Run {
         let span = self.end.since(first.unwrap_or_default()).as_secs_f64().max(1e-6);
         let produced: u64 = self.answers.iter().map(|answer| u64::from(answer.output)).sum();
         let (aged, released) = self.counters.as_ref().map_or((0, 0), |counters| (counters.aged, counters.released));
+        let (queries, hits) =
+            self.engines.iter().fold((0, 0), |(queries, hits), engine| (queries + engine.prefix_queries, hits + engine.prefix_hits));
         let overloaded = self.moments.iter().filter(|moment| moment.mode == Some(Mode::Overload)).count();
         Figures {
             ttlt: Summary::of(whole().map(|answer| seconds(answer.ttlt()))),
@@ -236,6 +240,7 @@ impl Run {
             tokens_per_second: produced as f64 / span,
             answers_per_second: self.answers.iter().filter(|answer| answer.end == End::Answered).count() as f64 / span,
             preemptions: self.engines.iter().map(|engine| engine.preemptions).sum(),
+            cached: hits as f64 / queries.max(1) as f64,
             aged: if released == 0 { 0.0 } else { aged as f64 / released as f64 },
             overtaken: self.overtaken,
             max_overtake: self.moments.iter().map(|moment| moment.max_overtake).fold(0.0, f64::max),

@@ -141,10 +141,7 @@ fn speed(results: &[Result]) -> String {
 }
 
 fn header(path: &Path, scenario: &Scenario, workload: &Workload, capacity: f64, seed: u64) -> Header {
-    let span = match (workload.jobs.first(), workload.jobs.last()) {
-        (Some(first), Some(last)) if workload.clients.is_none() => (last.after - first.after).as_secs_f64(),
-        _ => 0.0,
-    };
+    let span = if workload.clients.is_none() { workload.span().as_secs_f64() } else { 0.0 };
     let steady = workload.jobs.len() - scenario.tenants.iter().map(|(_, sender)| sender.flood).sum::<usize>();
     Header {
         scenario: path.file_stem().map(|stem| stem.to_string_lossy().into_owned()).unwrap_or_default(),
@@ -164,7 +161,7 @@ fn run_all(scenario: &Scenario, workload: &Workload, seed: u64, (check, ask): (b
     for gamma in &scenario.gammas {
         tasks.push((contender(&format!("headway@{gamma}"), Path::new(""))?, Some(*gamma)));
     }
-    let span = workload.jobs.last().map_or(Duration::ZERO, |job| job.after);
+    let span = workload.span();
     // Some 400 points in a chart, whatever the span.
     let look = (span / 400).max(Duration::from_millis(100));
     let next = AtomicUsize::new(0);
@@ -176,6 +173,7 @@ fn run_all(scenario: &Scenario, workload: &Workload, seed: u64, (check, ask): (b
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some((contender, swept)) = tasks.get(index) else { return };
                     let setup = Setup {
+                        affinity: contender.affinity,
                         queue_timeout: scenario.queue_timeout,
                         look,
                         check,

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::conversations::Conversations;
 use super::faults::{Fault, Mess, Plan, Tells};
 use super::member::Member;
 use super::random::Random;
@@ -39,6 +40,7 @@ pub fn draw(seed: u64) -> (Setup, Workload) {
         } else {
             Dispatch::Gateway { policy: policy(random), limits: limits(random) }
         },
+        affinity: true,
         queue_timeout: random.chance(if capped { 0.1 } else { 0.5 }).then(|| seconds(0.1 + 60.0 * random.unit().powi(2))),
         retries: random.below(4) as u32,
         plan,
@@ -64,7 +66,7 @@ fn member(random: &mut Random) -> Member {
         max_batched_tokens: random.within(64, 512) as Tokens,
         max_model_len: 4096,
         order: random.pick(&[EngineOrder::Fcfs, EngineOrder::Priority]),
-        prefix_cache: false,
+        prefix_cache: true,
         swap: None,
     };
     let initial = random.within(1, 8) as u32;
@@ -140,7 +142,15 @@ fn workload(random: &mut Random, fleet: &[Member], seed: u64, spread: bool) -> W
         prompt = Length::LogNormal { parts: vec![part(0.1, 0.1), part(60.0, 1.0)], longest: 3000 };
         output = Length::LogNormal { parts: vec![part(0.1, 0.1), part(400.0, 1.0)], longest: 1500 };
     }
-    let mut workload = Workload::draw(requests, arrivals, &prompt, &output, seed);
+    let talk = &mut Random::new(seed, "fuzzed conversations");
+    let conversations = !spread && !matches!(arrivals, Arrivals::Closed { .. }) && talk.chance(0.25);
+    let mut workload = if conversations {
+        let think = seconds(talk.exponential(2.0));
+        let like = Conversations { turns: Length::Exponential(4.0), think, system: talk.below(300) as Tokens, systems: 3, longest: 4000 };
+        Workload::converse(requests, &like, arrivals, &prompt, &output, seed)
+    } else {
+        Workload::draw(requests, arrivals, &prompt, &output, seed)
+    };
     let load = if spread { 4.0 } else { 0.2 } + 2.5 * random.unit();
     workload.pace(load / mean_work(fleet, &workload));
     workload.score(random.pick(&[Scores::Absent, Scores::Tau(0.5), Scores::Tau(0.5), Scores::Oracle, Scores::Inverted, Scores::Tau(0.0)]), seed);
@@ -170,13 +180,13 @@ fn adorn(job: &mut Job, random: &mut Random) {
     job.attained = if random.chance(0.1) { random.below(2000) as Tokens } else { 0 };
     job.model = ModelId(random.below(3) as u32);
     job.tenant = random.chance(0.5).then(|| TenantId(random.below(4) as u32));
-    job.history = random.chance(0.3).then(|| {
+    if random.chance(0.3) {
         let beginnings: Vec<Prefix> = (0..random.below(8))
             .map(|_| Prefix { hash: random.below(5) << 32, tokens: random.below(u64::from(job.prompt) + 20) as Tokens })
             .collect();
         let session = random.chance(0.5).then(|| random.below(4));
-        Arc::new(History::new(beginnings, session))
-    });
+        job.history = Some(Arc::new(History::new(beginnings, session)));
+    }
     job.bytes = random.below(3000) as u32;
     if random.chance(0.05) {
         job.output = 0;

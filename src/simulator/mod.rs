@@ -6,6 +6,7 @@
 #![deny(clippy::disallowed_methods, clippy::disallowed_types)]
 
 // What is simulated.
+mod conversations;
 mod faults;
 mod member;
 mod random;
@@ -27,6 +28,7 @@ pub mod command;
 
 pub use account::{Answer, End, Figures, Foresight, Foretold, Moment, Run, Summary, TenantFigures};
 pub use check::{Broken, Wrong};
+pub use conversations::{Conversations, Turn};
 pub use faults::{Fault, Mess, Plan, Tells};
 pub use member::{AUTO_SLOTS, Member, capacity};
 pub use random::Random;
@@ -45,6 +47,8 @@ pub enum Dispatch {
     RoundRobin,
     /// Directly, to the backend with the fewest requests of ours; ties in turn.
     LeastLoaded,
+    /// Directly, each conversation to a backend of its own, whatever else is there; what belongs to none in turn.
+    Sticky,
 }
 
 /// Everything but the workload and the seed that a run depends on.
@@ -52,6 +56,8 @@ pub enum Dispatch {
 pub struct Setup {
     pub fleet: Vec<Member>,
     pub dispatch: Dispatch,
+    /// Whether the gateway is told what prompts begin with.
+    pub affinity: bool,
     /// How long a request may wait in the gateway; `None` is forever.
     pub queue_timeout: Option<Duration>,
     /// How often a request whose backend broke before its first token is sent again.
@@ -69,7 +75,17 @@ pub struct Setup {
 impl Setup {
     /// A fleet on which nothing goes wrong.
     pub fn new(fleet: Vec<Member>, dispatch: Dispatch) -> Self {
-        Setup { fleet, dispatch, queue_timeout: None, retries: 2, plan: Plan::default(), look: Duration::from_secs(10), check: false, ask: None }
+        Setup {
+            fleet,
+            dispatch,
+            affinity: true,
+            queue_timeout: None,
+            retries: 2,
+            plan: Plan::default(),
+            look: Duration::from_secs(10),
+            check: false,
+            ask: None,
+        }
     }
 }
 

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::conversations::Turn;
 use super::random::Random;
 use crate::scheduler::{History, ModelId, Score, TenantId, Tokens, Weight, tau_b};
 
 /// One request, before it is sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Job {
-    /// When it is sent: after the start; in a closed loop, after its client's answer before it.
+    /// When it is sent: after the start; in a closed loop, after its client's answer before it; a later turn of a conversation, after the answer to the turn before.
     pub after: Duration,
     /// At least 1.
     pub prompt: Tokens,
@@ -27,6 +28,8 @@ pub struct Job {
     pub model: ModelId,
     pub tenant: Option<TenantId>,
     pub history: Option<Arc<History>>,
+    /// Which conversation it belongs to. Turns stand one behind the other.
+    pub turn: Option<Turn>,
     /// Bytes of its body.
     pub bytes: u32,
 }
@@ -47,8 +50,14 @@ impl Job {
             model: ModelId(0),
             tenant: None,
             history: None,
+            turn: None,
             bytes: 0,
         }
+    }
+
+    /// Whether it is sent because the turn before it was answered.
+    pub fn follows(&self) -> bool {
+        self.turn.is_some_and(|turn| turn.number > 0)
     }
 
     /// Tokens it will produce.
@@ -162,7 +171,7 @@ impl Workload {
         let mut random = Random::new(seed, "arrivals");
         let mut at = 0.0;
         self.clients = None;
-        for job in &mut self.jobs {
+        for job in self.jobs.iter_mut().filter(|job| !job.follows()) {
             at = match arrivals {
                 Arrivals::Poisson => at + random.exponential(1.0),
                 Arrivals::Gamma { cv } => at + random.gamma(1.0 / (cv * cv)),
@@ -176,21 +185,26 @@ impl Workload {
         }
     }
 
+    /// From the first request to the last that does not follow from another.
+    pub fn span(&self) -> Duration {
+        let last = self.jobs.iter().rev().find(|job| !job.follows());
+        last.zip(self.jobs.first()).map_or(Duration::ZERO, |(last, first)| last.after.saturating_sub(first.after))
+    }
+
     /// Stretches or squeezes time so that requests arrive at this mean rate in 1/s. Without effect on a burst and on a closed loop.
     pub fn pace(&mut self, rate: f64) {
-        let (Some(first), Some(last)) = (self.jobs.first(), self.jobs.last()) else { return };
-        let (start, span) = (first.after, last.after.saturating_sub(first.after).as_secs_f64());
+        let (start, span) = (self.jobs.first().map_or(Duration::ZERO, |job| job.after), self.span().as_secs_f64());
         if self.clients.is_some() || span <= 0.0 {
             return;
         }
         let factor = self.jobs.len() as f64 / rate / span;
-        for job in &mut self.jobs {
+        for job in self.jobs.iter_mut().filter(|job| !job.follows()) {
             job.after = Duration::from_secs_f64((job.after - start).as_secs_f64() * factor);
         }
     }
 
     /// Gives each request to one of these, whose index is its [`TenantId`], and adds their floods, of lengths like those of the requests that are there.
-    /// In a closed loop nothing comes at once: there are no floods.
+    /// In a closed loop nothing comes at once: there are no floods. Not for conversations, whose turns it would take apart.
     pub fn send(&mut self, senders: &[Sender], seed: u64) {
         let mut random = Random::new(seed, "tenants");
         let shares: f64 = senders.iter().map(|sender| sender.share).sum();

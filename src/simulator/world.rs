@@ -180,8 +180,7 @@ fn sum(a: Counters, b: Counters) -> Counters {
 /// The gateway with its queues, or none.
 enum Front {
     Gateway(Box<Scheduler>),
-    RoundRobin,
-    LeastLoaded,
+    Direct,
 }
 
 pub(super) struct World<'a> {
@@ -222,8 +221,7 @@ impl<'a> World<'a> {
     pub fn new(setup: &'a Setup, workload: &'a Workload, seed: u64) -> Self {
         let front = match &setup.dispatch {
             Dispatch::Gateway { policy, limits } => Front::Gateway(Box::new(Scheduler::new(policy.clone(), *limits, seed))),
-            Dispatch::RoundRobin => Front::RoundRobin,
-            Dispatch::LeastLoaded => Front::LeastLoaded,
+            Dispatch::RoundRobin | Dispatch::LeastLoaded | Dispatch::Sticky => Front::Direct,
         };
         let check = match &setup.dispatch {
             Dispatch::Gateway { policy, .. } if setup.check => Some(Check::new(policy)),
@@ -304,7 +302,7 @@ impl<'a> World<'a> {
             foretold: self.foretold,
             counters: match &self.front {
                 Front::Gateway(scheduler) => Some(scheduler.view().counters),
-                Front::RoundRobin | Front::LeastLoaded => None,
+                Front::Direct => None,
             },
             engines: self.backends.iter().map(Backend::counters).collect(),
             overtaken: self.overtaken,
@@ -361,6 +359,10 @@ impl<'a> World<'a> {
         self.to_come += 1;
         self.plan(from.after(job.after).max(self.now), Due::Sent(self.next_job));
         self.next_job += 1;
+        // Later turns wait for the answer to the one before.
+        while self.workload.jobs.get(self.next_job as usize).is_some_and(Job::follows) {
+            self.next_job += 1;
+        }
     }
 
     fn sent(&mut self, job: u32) -> Result<(), Wrong> {
@@ -377,7 +379,7 @@ impl<'a> World<'a> {
             self.trips.push(trip.clone());
         }
         self.trips[place] = trip;
-        if self.workload.clients.is_none() {
+        if self.workload.clients.is_none() && !self.job(job).follows() {
             self.send_next();
         }
         if let Some(patience) = self.job(job).patience {
@@ -414,8 +416,8 @@ impl<'a> World<'a> {
                 }
                 Ok(())
             }
-            Front::RoundRobin | Front::LeastLoaded => {
-                let backend = self.direct();
+            Front::Direct => {
+                let backend = self.direct(job);
                 // Whoever has no gateway but a ranker gives the engine its score.
                 let score = self.job(job).score.map_or(0.0, Score::get);
                 self.submit(stay, backend, (f64::from(score) * SCORE_UNITS) as i64);
@@ -449,7 +451,7 @@ impl<'a> World<'a> {
             unscored: job.output == 0,
             excluded,
             tenant: job.tenant,
-            history: job.history.clone(),
+            history: job.history.clone().filter(|_| self.setup.affinity),
             oracle_output: Some(job.produces()),
         }
     }
@@ -494,16 +496,21 @@ impl<'a> World<'a> {
         if self.workload.clients.is_some() {
             self.send_next();
         }
+        if let Some(next) = self.workload.jobs.get(job as usize + 1).filter(|next| next.follows()) {
+            self.to_come += 1;
+            self.plan(self.now.after(next.after), Due::Sent(job + 1));
+        }
         Ok(())
     }
 
     /// The backend a client would choose by itself.
-    fn direct(&mut self) -> usize {
+    fn direct(&mut self, job: u32) -> usize {
         let n = self.backends.len();
         let in_turn = (0..n).map(|step| (self.turn + step) % n);
-        let chosen = match self.front {
-            Front::LeastLoaded => in_turn.min_by_key(|&backend| self.backends[backend].holds).unwrap_or(0),
-            Front::RoundRobin | Front::Gateway(_) => self.turn,
+        let chosen = match (&self.setup.dispatch, self.job(job).turn) {
+            (Dispatch::LeastLoaded, _) => in_turn.min_by_key(|&backend| self.backends[backend].holds).unwrap_or(0),
+            (Dispatch::Sticky, Some(turn)) => return turn.conversation as usize % n,
+            _ => self.turn,
         };
         self.turn = (chosen + 1) % n;
         chosen
@@ -595,7 +602,7 @@ impl<'a> World<'a> {
         }
         // Whatever was answered ended for its client when it was.
         let again = output == 0 && matches!(ending, Ending::Failed { .. } | Ending::Pushback) && trip.answer.attempts <= self.setup.retries;
-        if again && !matches!(self.front, Front::RoundRobin | Front::LeastLoaded) {
+        if again && matches!(self.front, Front::Gateway(_)) {
             trip.excluded.push(BackendId(backend));
             self.plan(self.now, Due::SentAgain(job));
             return Ok(());
@@ -634,7 +641,7 @@ impl<'a> World<'a> {
                 let view = scheduler.view();
                 (view.waiting as u32, view.gamma, view.max_overtake, Some(view.mode))
             }
-            Front::RoundRobin | Front::LeastLoaded => (0, 0.0, 0.0, None),
+            Front::Direct => (0, 0.0, 0.0, None),
         };
         let in_flight = self.backends.iter().map(|backend| backend.holds).sum();
         self.moments.push(Moment { at: self.now, waiting, in_flight, gamma, max_overtake, mode });
@@ -673,7 +680,8 @@ impl<'a> World<'a> {
             return;
         }
         let engine_now = backend.clock.engine(self.now);
-        let work = Work { prompt_tokens: job.prompt, output_tokens: job.produces(), priority, ..Work::default() };
+        let prefix_hashes = job.turn.map_or_else(Vec::new, |turn| turn.blocks(job.prompt));
+        let work = Work { prompt_tokens: job.prompt, output_tokens: job.produces(), prefix_hashes, priority };
         if backend.engine.submit(engine_now, id(stay), work).is_err() {
             self.stays[stay as usize].stage = Stage::Over(Ending::Refused);
             backend.holds -= 1;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde::Deserialize;
 use serde_yaml::Spanned;
 
-use super::super::{AUTO_SLOTS, Arrivals, Dispatch, Job, Length, Member, Part, Scores, Sender, Workload, capacity};
+use super::super::{AUTO_SLOTS, Arrivals, Conversations, Dispatch, Job, Length, Member, Part, Scores, Sender, Workload, capacity};
 use super::trace;
 use crate::config::DEFAULT_LIMITS;
 use crate::config::reading::{Checker, ConfigError, FromText, Leaf, Mistake, Place, TextOr, choice, parse, policy_beside};
@@ -42,6 +42,7 @@ pub(super) struct Drawn {
     requests: usize,
     arrivals: Option<Arrivals>,
     lengths: Option<(Length, Length)>,
+    conversations: Option<Conversations>,
 }
 
 /// How fast requests arrive.
@@ -64,6 +65,8 @@ pub(super) struct Contender {
     pub order: Option<EngineOrder>,
     /// Whether they swap out whom they preempt.
     pub swaps: bool,
+    /// Whether the gateway is told what prompts begin with.
+    pub affinity: bool,
 }
 
 impl Contender {
@@ -104,6 +107,9 @@ fn engine_orders(gamma: Option<f64>) -> [(&'static str, EngineOrder); 12] {
     ]
 }
 
+/// What follows the name of a policy in a gateway that does not know what prompts begin with.
+const BLIND: &str = "+blind";
+
 /// The queues' limits in a simulation: nobody is turned away for want of room, because then policies would be compared on different requests.
 const LIMITS: Limits = Limits { queue_requests: 1_000_000, queue_bytes: u64::MAX, ..DEFAULT_LIMITS };
 
@@ -119,7 +125,7 @@ impl Scenario {
     /// The workload by a seed: drawn, paced for a fleet of this capacity, and scored.
     pub fn workload(&self, seed: u64, capacity: f64) -> Workload {
         let mut workload = match (&self.drawn.lengths, self.drawn.arrivals) {
-            (Some((prompt, output)), Some(arrivals)) => Workload::draw(self.drawn.requests, arrivals, prompt, output, seed),
+            (Some((prompt, output)), Some(arrivals)) => self.drawn.draw(arrivals, prompt, output, seed),
             (_, Some(arrivals)) => {
                 let mut workload = self.workload.clone();
                 workload.arrive(arrivals, seed);
@@ -175,23 +181,25 @@ fn build(path: &Path, text: &str) -> Result<Scenario, ConfigError> {
     Ok(Scenario { seed, fleet, workload, drawn, pace, tenants, scores, policies, gammas, queue_timeout, warm_up })
 }
 
-/// A contender by its name: `round-robin`, `least-loaded`, `engine:ORDER`, `engine:ORDER+swap`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one;
-/// `NAME@GAMMA` is the same policy at a fixed gamma, or at one of the targets mean, balanced and tail.
+/// A contender by its name: `round-robin`, `least-loaded`, `sticky`, `engine:ORDER`, `engine:ORDER+swap`, `sjf`, `oracle-sjf`, `oracle-boost`, a built-in policy or the path of one;
+/// `NAME@GAMMA` is the same policy at a fixed gamma, or at one of the targets mean, balanced and tail; `NAME+blind` does not know what prompts begin with.
 ///
 /// # Errors
 /// There is no such policy, or its file is wrong.
 pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, ConfigError> {
-    let (name, gamma) = match reference.rsplit_once('@') {
+    let (sighted, affinity) = reference.strip_suffix(BLIND).map_or((reference, true), |sighted| (sighted, false));
+    let (name, gamma) = match sighted.rsplit_once('@') {
         Some((name, gamma)) => (name, Some(gamma)),
-        None => (reference, None),
+        None => (sighted, None),
     };
     let direct = match name {
         "round-robin" => Some(Dispatch::RoundRobin),
         "least-loaded" => Some(Dispatch::LeastLoaded),
+        "sticky" => Some(Dispatch::Sticky),
         _ => None,
     };
     if let Some(dispatch) = direct {
-        return Ok(Contender { name: reference.to_owned(), dispatch, order: None, swaps: false });
+        return Ok(Contender { name: reference.to_owned(), dispatch, order: None, swaps: false, affinity });
     }
     if let Some(order) = name.strip_prefix("engine:") {
         let wrong = |mistake: Mistake| ConfigError::of_file(Path::new(reference), mistake.message, mistake.hint);
@@ -202,7 +210,7 @@ pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, Config
         if gamma.is_some() && !matches!(order, EngineOrder::Boost(_)) {
             return Err(wrong(Mistake::new("this order has no gamma", "leave out @ and what follows it")));
         }
-        return Ok(Contender { name: reference.to_owned(), dispatch: Dispatch::RoundRobin, order: Some(order), swaps });
+        return Ok(Contender { name: reference.to_owned(), dispatch: Dispatch::RoundRobin, order: Some(order), swaps, affinity });
     }
     let default = || policy_beside("headway", dir).map(|named| parts(&named.policy));
     let mut parts = match name {
@@ -224,7 +232,8 @@ pub(super) fn contender(reference: &str, dir: &Path) -> Result<Contender, Config
     let policy = Policy::new(parts).map_err(|error| ConfigError::of_file(Path::new(reference), error.to_string(), String::new()))?;
     let name = Path::new(name).file_stem().map_or_else(|| name.to_owned(), |stem| stem.to_string_lossy().into_owned());
     let name = gamma.map_or(name.clone(), |gamma| format!("{name}@{gamma}"));
-    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS }, order: None, swaps: false })
+    let name = if affinity { name } else { name + BLIND };
+    Ok(Contender { name, dispatch: Dispatch::Gateway { policy, limits: LIMITS }, order: None, swaps: false, affinity })
 }
 
 fn not_a_gamma(reference: &str, text: &str) -> ConfigError {
@@ -266,10 +275,21 @@ struct RawWorkload {
     arrivals: Option<TextOr<RawArrivals>>,
     prompt: Option<TextOr<RawLength>>,
     output: Option<TextOr<RawLength>>,
+    conversations: Option<Spanned<RawConversations>>,
     load: Option<Leaf<f64>>,
     rate: Option<Leaf<f64>>,
     tenants: Option<Spanned<Vec<RawTenant>>>,
     scores: Option<TextOr<RawScores>>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct RawConversations {
+    turns: Option<TextOr<RawLength>>,
+    think: Option<Leaf<Duration>>,
+    system: Option<Leaf<u64>>,
+    systems: Option<Leaf<u64>>,
+    longest: Option<Leaf<u64>>,
 }
 
 #[derive(Deserialize)]
@@ -491,7 +511,11 @@ impl Reader<'_> {
             if let Some(arrivals) = arrivals {
                 workload.arrive(arrivals, seed);
             }
-            let drawn = Drawn { requests: workload.jobs.len(), arrivals, lengths: None };
+            if let Some(raw) = &raw.conversations {
+                let mistake = Mistake::new("a trace has no conversations", "remove conversations, or write prompt and output instead of the trace");
+                self.checker.problem(raw.referenced, &place.key("conversations"), mistake);
+            }
+            let drawn = Drawn { requests: workload.jobs.len(), arrivals, lengths: None, conversations: None };
             return Ok((workload, drawn, scored));
         }
         let (Some(prompt), Some(output)) = (prompt, output) else {
@@ -500,8 +524,31 @@ impl Reader<'_> {
             return Ok((Workload::default(), Drawn::nothing(), false));
         };
         let (arrivals, requests) = (arrivals.unwrap_or(Arrivals::Poisson), requests.unwrap_or(5_000));
-        let workload = Workload::draw(requests, arrivals, &prompt, &output, seed);
-        Ok((workload, Drawn { requests, arrivals: Some(arrivals), lengths: Some((prompt, output)) }, false))
+        let conversations =
+            raw.conversations.as_ref().map(|conversations| self.conversations(conversations, raw, arrivals, &place.key("conversations")));
+        let drawn = Drawn { requests, arrivals: Some(arrivals), lengths: None, conversations };
+        let workload = drawn.draw(arrivals, &prompt, &output, seed);
+        Ok((workload, Drawn { lengths: Some((prompt, output)), ..drawn }, false))
+    }
+
+    fn conversations(&mut self, raw: &Spanned<RawConversations>, work: &RawWorkload, arrivals: Arrivals, place: &Place) -> Conversations {
+        if let Arrivals::Closed { .. } = arrivals {
+            let mistake = Mistake::new("conversations wait for their answers by themselves", "remove arrivals: { clients: ... }, or conversations");
+            self.checker.problem(raw.referenced, place, mistake);
+        }
+        if work.tenants.is_some() {
+            let mistake = Mistake::new("conversations of several tenants are not simulated", "remove tenants, or conversations");
+            self.checker.problem(raw.referenced, place, mistake);
+        }
+        let raw = &raw.value;
+        let most = 1 << 24;
+        Conversations {
+            turns: raw.turns.as_ref().and_then(|turns| self.length(turns, &place.key("turns"))).unwrap_or(Length::Exponential(5.0)),
+            think: self.checker.optional(raw.think.as_ref(), &place.key("think"), Duration::from_secs(20)),
+            system: self.checker.number(raw.system.as_ref(), &place.key("system"), 0..=most, 0) as Tokens,
+            systems: self.checker.number(raw.systems.as_ref(), &place.key("systems"), 1..=1_000_000, 1) as u32,
+            longest: self.checker.number(raw.longest.as_ref(), &place.key("longest"), 1..=most, 16_000) as Tokens,
+        }
     }
 
     fn pace(&mut self, raw: &RawWorkload, place: &Place) -> Pace {
@@ -585,7 +632,14 @@ impl Reader<'_> {
 
 impl Drawn {
     fn nothing() -> Self {
-        Drawn { requests: 0, arrivals: None, lengths: None }
+        Drawn { requests: 0, arrivals: None, lengths: None, conversations: None }
+    }
+
+    fn draw(&self, arrivals: Arrivals, prompt: &Length, output: &Length, seed: u64) -> Workload {
+        match &self.conversations {
+            Some(like) => Workload::converse(self.requests, like, arrivals, prompt, output, seed),
+            None => Workload::draw(self.requests, arrivals, prompt, output, seed),
+        }
     }
 }
 
@@ -618,7 +672,7 @@ mod tests {
         let text = "seed: 9
 workload: { requests: 50, arrivals: { clients: 4, think: 2s }, prompt: { mean: 80 }, output: { mixture: [{ share: 2, median: 10, sigma: 0.5 }, { share: 1, median: 90, sigma: 0.1 }], longest: 200 }, scores: oracle, tenants: [{ name: a, weight: 3 }, { name: b, share: 0.5 }] }
 fleet: [{ engine: large, count: 2, speed: 0.5, sequences: 16, kv_tokens: 32000, context: 9000, order: priority, slots: 12, weight: 2 }, { engine: small, timing: { base: 0.01, per_sequence: 0.001, per_prefill_token: 2e-4, per_kv_token: 0 } }]
-policies: [headway@0.01, headway@mean, sjf, oracle-sjf, engine:trail-plus, engine:distboost@0.2, engine:las+swap]
+policies: [headway@0.01, headway@mean, sjf, oracle-sjf, engine:trail-plus, engine:distboost@0.2, engine:las+swap, headway@0.02+blind, sticky]
 gammas: [0.01, 0.1]
 queue_timeout: 10m
 warm_up: 0.1
@@ -647,6 +701,9 @@ warm_up: 0.1
         assert_eq!((inside(3), inside(4)), (EngineOrder::Priority, EngineOrder::Remaining { noise: 0.0, until: 0.8 }));
         let swaps = |index: usize| scenario.policies[index].fleet(&scenario)[0].profile.swap;
         assert_eq!((inside(6), swaps(6), swaps(5)), (EngineOrder::Attained, Some(SWAP), None));
+        let sees = |index: usize| (scenario.policies[index].name.as_str(), scenario.policies[index].affinity);
+        assert_eq!((sees(0), sees(7), sees(8)), (("headway@0.01", true), ("headway@0.02+blind", false), ("sticky", true)));
+        assert_eq!(gamma(7), (Order::Headway, Gamma::Fixed(0.02)));
         assert_eq!(inside(5), EngineOrder::Boost(Boosting { gamma: Some(0.2), step: Step::Queues }));
     }
 
@@ -660,6 +717,18 @@ warm_up: 0.1
         let last = workload.jobs[269].after.as_secs_f64();
         assert!((last - 200.0).abs() < 2.0, "200 requests at one a second, whatever is flooded: {last}");
         assert!(workload.jobs.iter().all(|job| job.score.is_some()));
+    }
+
+    #[test]
+    fn conversations_are_drawn_by_the_seed_of_the_run() {
+        let talk = "conversations: { turns: 3, think: 4s, system: 160, systems: 2, longest: 900 }";
+        let scenario = scenario(&PLAIN.replace("load: 0.5", &format!("load: 0.5, {talk}"))).unwrap();
+        let like = Conversations { turns: Length::Fixed(3), think: Duration::from_secs(4), system: 160, systems: 2, longest: 900 };
+        assert_eq!(scenario.drawn.conversations, Some(like));
+        let workload = scenario.workload(7, 2.0);
+        assert_eq!((workload.jobs.len(), workload.jobs[0].prompt, workload.jobs[0].follows(), workload.jobs[1].follows()), (200, 260, false, true));
+        assert!((workload.span().as_secs_f64() - 200.0).abs() < 1e-3, "{:?}", workload.span());
+        assert_ne!(workload.jobs, scenario.workload(8, 2.0).jobs);
     }
 
     #[test]
@@ -688,6 +757,9 @@ warm_up: 0.1
             (&PLAIN.replace("load: 0.5", "tenants: [{ name: a, flood: 9 }]"), "share: 1"),
             (&PLAIN.replace("load: 0.5", "tenants: []"), "nobody sends"),
             (&PLAIN.replace("load: 0.5", "arrivals: { clients: 3 }, tenants: [{ name: a }, { name: b, flood: 9 }]"), "remove flood"),
+            (&PLAIN.replace("load: 0.5", "conversations: { turns: 3 }, arrivals: { clients: 3 }"), "wait for their answers by themselves"),
+            (&PLAIN.replace("load: 0.5", "conversations: { turns: 3 }, tenants: [{ name: a }]"), "remove tenants, or conversations"),
+            (&PLAIN.replace("load: 0.5", "conversations: { turn: 3 }"), "did you mean turns?"),
         ] {
             let error = scenario(text).unwrap_err().to_string();
             assert!(error.contains(hint), "{text}: {error}");

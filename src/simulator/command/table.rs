@@ -94,7 +94,7 @@ pub(super) fn table(header: &Header, results: &[Result]) -> String {
     }
     row("", &[]);
     row("the rest", &[]);
-    row("", &words(&["max wait", "overtaken", "B", "tokens/s", "preempted", "aged", "overload", "no answer", "Jain"]));
+    row("", &words(&["max wait", "overtaken", "B", "tokens/s", "preempted", "cached", "aged", "overload", "no answer", "Jain"]));
     for result in results {
         let figures = &result.figures;
         let waits = result.run.counters.is_some();
@@ -107,6 +107,7 @@ pub(super) fn table(header: &Header, results: &[Result]) -> String {
                 if_waits(short(figures.max_overtake)),
                 short(figures.tokens_per_second),
                 figures.preemptions.to_string(),
+                format!("{:.1} %", figures.cached * 100.0),
                 if_waits(format!("{:.1} %", figures.aged * 100.0)),
                 if_waits(format!("{:.1} %", figures.overloaded * 100.0)),
                 figures.unanswered.to_string(),
@@ -202,6 +203,7 @@ fn one(header: &Header, result: &Result) -> Value {
         "tokens_per_second": figures.tokens_per_second,
         "answers_per_second": figures.answers_per_second,
         "preemptions": figures.preemptions,
+        "cached_share": figures.cached,
         "aged_share": figures.aged,
         "overloaded_share": figures.overloaded,
         "unanswered": figures.unanswered,
