@@ -441,7 +441,7 @@ struct Load {
 
 impl Load {
     /// `connections N`, `seconds S`, `rate R`, `body FILE` (as often as wanted), `keys FILE` (one a line, in turn), `expect BYTES`, `show 1`,
-    /// `schedule FILE` (seconds, one a line), `each 1`.
+    /// `schedule FILE` (seconds, one a line), `each 1`, `path PATH`.
     fn parse(address: SocketAddr, options: &[&str]) -> Result<Self, Error> {
         let mut load = Self {
             address,
@@ -455,6 +455,7 @@ impl Load {
             each: false,
         };
         let mut bodies = Vec::new();
+        let mut path = "/v1/chat/completions";
         let mut keys = vec![String::new()];
         for option in options.chunks(2) {
             let &[name, value] = option else { return Err(format!("{} needs a value", option[0]).into()) };
@@ -462,6 +463,7 @@ impl Load {
                 "connections" => load.connections = value.parse()?,
                 "seconds" => load.duration = Duration::from_secs_f64(value.parse()?),
                 "rate" => load.rate = value.parse()?,
+                "path" => path = value,
                 "body" => bodies.push(std::fs::read(value)?),
                 "keys" => keys = std::fs::read_to_string(value)?.lines().map(|key| format!("authorization: Bearer {key}\r\n")).collect(),
                 "expect" => load.expect = value.parse()?,
@@ -485,7 +487,7 @@ impl Load {
         for at in 0..keys.len().max(bodies.len()) {
             let (body, key) = (&bodies[at % bodies.len()], &keys[at % keys.len()]);
             let head = format!(
-                "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\naccept: */*\r\n{key}content-length: {}\r\n\r\n",
+                "POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\naccept: */*\r\n{key}content-length: {}\r\n\r\n",
                 body.len()
             );
             load.requests.push([head.as_bytes(), body].concat());

@@ -299,11 +299,13 @@ impl Account {
     /// It has got a slot on a backend, having arrived at this time of the pool's clock.
     pub fn released(&mut self, target: &Arc<Target>, facts: Facts, arrived: Time) {
         self.target = Some(Arc::clone(target));
-        (self.aged, self.stolen) = (facts.aged, facts.stolen);
-        self.released = Some(self.started.elapsed());
-        (self.predicted_tokens, self.work) = (Some(facts.expected_output), Some(facts.work));
-        self.boost = i64::try_from(arrived.as_micros()).ok().map(|arrived| arrived.saturating_sub(facts.boosted_arrival));
-        self.attempts += u32::from(!self.goes_on);
+        if !self.goes_on {
+            (self.aged, self.stolen) = (facts.aged, facts.stolen);
+            self.released = Some(self.started.elapsed());
+            (self.predicted_tokens, self.work) = (Some(facts.expected_output), Some(facts.work));
+            self.boost = i64::try_from(arrived.as_micros()).ok().map(|arrived| arrived.saturating_sub(facts.boosted_arrival));
+            self.attempts += 1;
+        }
         if let Some(trace) = &mut self.trace {
             trace.released(&target.backend.settings().url);
         }

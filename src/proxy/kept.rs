@@ -1,14 +1,9 @@
 //! What a client has got of an answer, kept so that another backend can go on with it, and what that backend's events become on their way. Pure.
 
-use std::borrow::Cow;
 use std::ops::Range;
 
-use serde::Deserialize;
-use serde::de::{Deserializer, MapAccess, Visitor};
-use serde_json::value::RawValue;
-
+use super::api::json::Json;
 use super::api::quoted;
-use super::stream::place;
 use crate::scheduler::Tokens;
 
 /// The longest text that is kept, in bytes: an answer that is longer ends with its backend.
@@ -75,6 +70,8 @@ impl Kept {
         let Ok((text, told)) = self.told(chat, output) else { return 0 };
         let again = self.text[text.len()..].to_owned();
         self.continued = Some(Rest { again, told });
+        // They are not in what it was told, and count again where they come again.
+        self.blank_events = 0;
         told
     }
 
@@ -86,39 +83,39 @@ impl Kept {
         }
     }
 
-    /// Takes in an event on its way to the client: `payload` is its JSON.
-    pub fn event(&mut self, payload: &[u8]) -> Fate {
+    /// Takes in an event on its way to the client: its payload, a part of `line`, in which the changes are.
+    pub fn event(&mut self, payload: Json, line: &[u8]) -> Fate {
         let mut changes = Changes::new();
-        let Ok(event) = serde_json::from_slice::<Event>(payload) else {
-            self.lose("it has an event that is no JSON");
+        let Some(event) = Event::of(payload) else {
+            self.lose("it has an event of another form");
             return Fate::Change(changes);
         };
-        let mut replace = |raw: &RawValue, by: Vec<u8>| {
-            if raw.get().as_bytes() != by {
-                changes.push((place(payload, raw), by));
+        let mut replace = |value: Json, by: Vec<u8>| {
+            if value.get().as_bytes() != by {
+                changes.push((value.place(line), by));
             }
         };
         let is_rest = self.continued.is_some();
-        for (raw, kept) in [(event.id, &mut self.id), (event.created, &mut self.created)] {
-            match (raw, kept) {
-                (Some(raw), Some(kept)) if is_rest => replace(raw, kept.clone().into_bytes()),
-                (Some(raw), kept @ None) => *kept = Some(raw.get().to_owned()),
+        for (value, kept) in [(event.id, &mut self.id), (event.created, &mut self.created)] {
+            match (value, kept) {
+                (Some(value), Some(kept)) if is_rest => replace(value, kept.clone().into_bytes()),
+                (Some(value), kept @ None) => *kept = Some(value.get().to_owned()),
                 _ => {}
             }
         }
         if let (Some(usage), Some(rest)) = (&event.usage, &self.continued) {
-            let prompt = usage.prompt_tokens.map(|(raw, count)| (raw, count.saturating_sub(rest.told)));
-            if let Some((raw, count)) = prompt {
-                replace(raw, count.to_string().into_bytes());
+            let prompt = usage.prompt_tokens.map(|(value, count)| (value, count.saturating_sub(rest.told)));
+            if let Some((value, count)) = prompt {
+                replace(value, count.to_string().into_bytes());
             }
-            if let Some((raw, count)) = usage.completion_tokens {
-                replace(raw, count.saturating_add(rest.told).to_string().into_bytes());
+            if let Some((value, count)) = usage.completion_tokens {
+                replace(value, count.saturating_add(rest.told).to_string().into_bytes());
             }
-            if let (Some((raw, cached)), Some((_, prompt))) = (usage.details.and_then(|details| details.cached_tokens), prompt) {
-                replace(raw, cached.min(prompt).to_string().into_bytes());
+            if let (Some((value, cached)), Some((_, prompt))) = (usage.cached_tokens, prompt) {
+                replace(value, cached.min(prompt).to_string().into_bytes());
             }
         }
-        let choice = match event.choices.as_deref().unwrap_or_default() {
+        let choice = match &event.choices[..] {
             [] => return Fate::Change(changes),
             [choice] if choice.index.unwrap_or(0) == 0 => choice,
             _ => {
@@ -130,22 +127,26 @@ impl Kept {
             self.lose("it is more than text");
         }
         let mut is_news = choice.finish_reason.is_some() || event.usage.is_some() || choice.delta.other;
-        if let Some(raw) = choice.delta.role {
+        if let Some(value) = choice.delta.role {
             if is_rest && self.has_role {
-                replace(raw, b"null".to_vec());
+                replace(value, b"null".to_vec());
             } else {
                 is_news = true;
             }
             self.has_role = true;
         }
-        let (raw, text) = match (choice.delta.content, choice.text) {
-            (Some(raw), _) | (None, Some(raw)) => (raw, text_of(raw)),
+        let (value, text) = match (choice.delta.content, choice.text) {
+            // What is no string says nothing.
+            (Some(value), _) | (None, Some(value)) => (value, value.string().unwrap_or_default()),
             (None, None) => return if is_rest && !is_news { Fate::Hide } else { Fate::Change(changes) },
         };
         let known = self.continued.as_mut().map_or(0, |rest| rest.known(&text));
         let new = &text[known..];
         if known > 0 {
-            replace(raw, quoted(new));
+            replace(value, quoted(new));
+        }
+        if known > 0 && new.is_empty() {
+            self.blank_events += 1;
         }
         self.keep(new);
         if is_rest && new.is_empty() && !is_news { Fate::Hide } else { Fate::Change(changes) }
@@ -184,121 +185,122 @@ impl Rest {
     }
 }
 
-/// The text of a JSON string; what is no string says nothing.
-fn text_of(raw: &RawValue) -> Cow<'_, str> {
-    #[derive(Deserialize)]
-    #[serde(transparent)]
-    struct Text<'a>(#[serde(borrow)] Cow<'a, str>);
-    serde_json::from_str::<Text>(raw.get()).map(|text| text.0).unwrap_or_default()
-}
-
 /// Whether a value says anything.
-fn says_something(raw: &RawValue) -> bool {
-    !matches!(raw.get(), "null" | "\"\"" | "[]" | "{}" | "false")
+fn says_something(value: Json) -> bool {
+    !matches!(value.get(), "null" | "\"\"" | "[]" | "{}" | "false")
 }
 
-#[derive(Deserialize)]
+/// A value that is there and not null.
+fn given(value: Json) -> Option<Json> {
+    Some(value).filter(|value| !value.is_null())
+}
+
+#[derive(Default)]
 struct Event<'a> {
-    #[serde(borrow, default)]
-    id: Option<&'a RawValue>,
-    #[serde(borrow, default)]
-    created: Option<&'a RawValue>,
-    #[serde(borrow, default)]
-    choices: Option<Vec<Choice<'a>>>,
-    #[serde(borrow, default)]
+    id: Option<Json<'a>>,
+    created: Option<Json<'a>>,
+    choices: Vec<Choice<'a>>,
     usage: Option<Usage<'a>>,
 }
 
-#[derive(Deserialize)]
+#[derive(Default)]
 struct Choice<'a> {
-    #[serde(default)]
     index: Option<u32>,
-    #[serde(borrow, default)]
     delta: Delta<'a>,
-    #[serde(borrow, default)]
-    text: Option<&'a RawValue>,
-    #[serde(borrow, default)]
-    finish_reason: Option<&'a RawValue>,
-    #[serde(borrow, default)]
-    logprobs: Option<&'a RawValue>,
+    text: Option<Json<'a>>,
+    finish_reason: Option<Json<'a>>,
+    logprobs: Option<Json<'a>>,
 }
 
-impl Choice<'_> {
+#[derive(Default)]
+struct Delta<'a> {
+    role: Option<Json<'a>>,
+    content: Option<Json<'a>>,
+    /// It has something that is neither.
+    other: bool,
+}
+
+/// Counts, and where they stand.
+#[derive(Default)]
+struct Usage<'a> {
+    prompt_tokens: Option<(Json<'a>, Tokens)>,
+    completion_tokens: Option<(Json<'a>, Tokens)>,
+    cached_tokens: Option<(Json<'a>, Tokens)>,
+}
+
+// Each `of` gives `None` for what has another form than OpenAI's.
+
+impl<'a> Event<'a> {
+    fn of(payload: Json<'a>) -> Option<Event<'a>> {
+        let mut event = Event::default();
+        for (name, value) in payload.members()? {
+            match &*name {
+                "id" => event.id = given(value),
+                "created" => event.created = given(value),
+                "choices" if !value.is_null() => event.choices = value.elements()?.map(Choice::of).collect::<Option<_>>()?,
+                "usage" if !value.is_null() => event.usage = Some(Usage::of(value)?),
+                _ => {}
+            }
+        }
+        Some(event)
+    }
+}
+
+impl<'a> Choice<'a> {
+    fn of(value: Json<'a>) -> Option<Choice<'a>> {
+        let mut choice = Choice::default();
+        for (name, value) in value.members()? {
+            match &*name {
+                "index" if !value.is_null() => choice.index = Some(value.get().parse().ok()?),
+                "delta" if !value.is_null() => choice.delta = Delta::of(value)?,
+                "text" => choice.text = given(value),
+                "finish_reason" => choice.finish_reason = given(value),
+                "logprobs" => choice.logprobs = given(value),
+                _ => {}
+            }
+        }
+        Some(choice)
+    }
+
     fn is_more_than_text(&self) -> bool {
         self.delta.other || self.logprobs.is_some_and(says_something)
     }
 }
 
-#[derive(Default)]
-struct Delta<'a> {
-    role: Option<&'a RawValue>,
-    content: Option<&'a RawValue>,
-    /// It has something that is neither.
-    other: bool,
-}
-
-impl<'de: 'a, 'a> Deserialize<'de> for Delta<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Object;
-        impl<'de> Visitor<'de> for Object {
-            type Value = Delta<'de>;
-
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a piece of output")
-            }
-
-            fn visit_unit<E>(self) -> Result<Delta<'de>, E> {
-                Ok(Delta::default())
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Delta<'de>, A::Error> {
-                #[derive(Deserialize)]
-                #[serde(field_identifier, rename_all = "snake_case")]
-                enum Field {
-                    Role,
-                    Content,
-                    #[serde(other)]
-                    Other,
+impl<'a> Delta<'a> {
+    fn of(value: Json<'a>) -> Option<Delta<'a>> {
+        let mut delta = Delta::default();
+        for (name, value) in value.members()? {
+            match &*name {
+                "role" => delta.role = Some(value).filter(|value| says_something(*value)),
+                "content" => {
+                    delta.content = Some(value).filter(|value| value.is_string());
+                    delta.other |= delta.content.is_none() && says_something(value);
                 }
-                let mut delta = Delta::default();
-                while let Some(field) = map.next_key::<Field>()? {
-                    let raw: &RawValue = map.next_value()?;
-                    match field {
-                        Field::Role => delta.role = Some(raw).filter(|raw| says_something(raw)),
-                        Field::Content => {
-                            delta.content = Some(raw).filter(|raw| raw.get().starts_with('"'));
-                            delta.other |= delta.content.is_none() && says_something(raw);
-                        }
-                        Field::Other => delta.other |= says_something(raw),
-                    }
-                }
-                Ok(delta)
+                _ => delta.other |= says_something(value),
             }
         }
-        deserializer.deserialize_any(Object)
+        Some(delta)
     }
 }
 
-#[derive(Deserialize)]
-struct Usage<'a> {
-    #[serde(borrow, default, deserialize_with = "counted")]
-    prompt_tokens: Option<(&'a RawValue, Tokens)>,
-    #[serde(borrow, default, deserialize_with = "counted")]
-    completion_tokens: Option<(&'a RawValue, Tokens)>,
-    #[serde(borrow, default, rename = "prompt_tokens_details")]
-    details: Option<Details<'a>>,
-}
-
-#[derive(Clone, Copy, Deserialize)]
-struct Details<'a> {
-    #[serde(borrow, default, deserialize_with = "counted")]
-    cached_tokens: Option<(&'a RawValue, Tokens)>,
-}
-
-/// A count and where it stands.
-fn counted<'de: 'a, 'a, D: Deserializer<'de>>(deserializer: D) -> Result<Option<(&'a RawValue, Tokens)>, D::Error> {
-    let raw = <&'a RawValue>::deserialize(deserializer)?;
-    Ok(raw.get().parse().ok().map(|count| (raw, count)))
+impl<'a> Usage<'a> {
+    fn of(value: Json<'a>) -> Option<Usage<'a>> {
+        let counted = |value: Json<'a>| value.get().parse().ok().map(|count| (value, count));
+        let mut usage = Usage::default();
+        for (name, value) in value.members()? {
+            match &*name {
+                "prompt_tokens" => usage.prompt_tokens = counted(value),
+                "completion_tokens" => usage.completion_tokens = counted(value),
+                "prompt_tokens_details" if !value.is_null() => {
+                    let cached = value.members()?.filter(|(name, _)| name == "cached_tokens").last();
+                    usage.cached_tokens = cached.and_then(|(_, value)| counted(value));
+                }
+                _ => {}
+            }
+        }
+        Some(usage)
+    }
 }
 
 #[cfg(test)]
@@ -320,7 +322,7 @@ mod tests {
     }
 
     fn pass(kept: &mut Kept, payload: &str) -> Option<String> {
-        let fate = kept.event(payload.as_bytes());
+        let fate = kept.event(Json::check(payload.as_bytes()).unwrap(), payload.as_bytes());
         changed(payload, fate)
     }
 
@@ -399,6 +401,13 @@ mod tests {
             assert_eq!(texts(&mut kept, rest), expected, "{rest:?}");
             assert_eq!(kept.text, format!("one\n\n{expected}"), "what the client has");
         }
+        // A backend that dies at once, or after whitespace that the client has: the next is told of the same.
+        let mut kept = begun(&[r#"{"content":"one"}"#, r#"{"content":"\n"}"#]);
+        assert_eq!(kept.goes_on(true, 2), 1);
+        assert_eq!(kept.told(true, 1), Ok(("one", 1)));
+        assert_eq!(texts(&mut kept, &["\n"]), "");
+        assert_eq!(kept.told(true, 2), Ok(("one", 1)));
+
         let mut kept = begun(&[r#"{"content":" \u00e9 "}"#]);
         assert_eq!(kept.told(true, 1), Ok((" é", 1)));
         kept.goes_on(true, 1);
@@ -431,13 +440,14 @@ mod tests {
         }
         assert!(begun(&[r#"{"content":"x","tool_calls":[],"reasoning_content":null,"function_call":null,"refusal":""}"#]).told(true, 1).is_ok());
         for payload in [
-            "{",
+            "7",
+            r#"{"choices":[{"index":"0"}]}"#,
             r#"{"choices":[{"index":1,"delta":{"content":"x"}}]}"#,
             r#"{"choices":[{"index":0},{"index":1}]}"#,
             r#"{"choices":[{"index":0,"text":"x","logprobs":{"tokens":["x"]}}]}"#,
         ] {
             let mut kept = Kept::default();
-            kept.event(payload.as_bytes());
+            pass(&mut kept, payload);
             assert!(kept.told(true, 1).is_err(), "{payload}");
         }
     }

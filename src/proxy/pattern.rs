@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use super::stream::place_of;
+use super::api::json::place;
 use crate::scheduler::Tokens;
 
 /// The bytes around the text of an event whose only news is that text.
@@ -38,7 +38,7 @@ impl Pattern {
 
     /// Events are like `line` from now on, but for `text`, a slice of it between quotes.
     pub fn learn(&mut self, line: &[u8], text: &str, fits: Fits) {
-        let text = place_of(line, text);
+        let text = place(text, line);
         self.before.clear();
         self.before.extend_from_slice(&line[..text.start]);
         self.after.clear();
@@ -65,13 +65,13 @@ impl Pattern {
 
 /// Whether it is the inside of a JSON string (RFC 8259, 7) that is not empty. Escapes of code points are not looked into: `false`.
 fn is_text(inside: &[u8]) -> bool {
-    let mut bytes = inside.iter();
+    let (mut bytes, mut ascii) = (inside.iter(), true);
     while let Some(byte) = bytes.next() {
         match byte {
             b'"' | ..0x20 => return false,
             b'\\' if !bytes.next().is_some_and(|escaped| br#""\/bfnrt"#.contains(escaped)) => return false,
-            _ => {}
+            byte => ascii &= byte.is_ascii(),
         }
     }
-    !inside.is_empty() && std::str::from_utf8(inside).is_ok()
+    !inside.is_empty() && (ascii || std::str::from_utf8(inside).is_ok())
 }

@@ -65,14 +65,16 @@ impl Again {
             Resume::Unfit
         };
         let (text, told) = kept.told(self.is_chat(), output).map_err(|why| unfit(&why))?;
+        let begun = match text {
+            "" => None,
+            text => Some(Begun { places: self.places(told).await.map_err(|why| unfit(&why))?, text: text.to_owned(), told }),
+        };
         if self.outgoing.retries == 0 || !self.place.pool.may_retry() {
             return Err(Resume::Budget);
         }
         self.outgoing.retries -= 1;
-        self.outgoing.begun = None;
-        if !text.is_empty() {
-            let places = self.places(told).await.map_err(|why| unfit(&why))?;
-            self.outgoing.begun = Some(Begun { places, text: text.to_owned(), told });
+        self.outgoing.begun = begun;
+        if self.outgoing.begun.is_some() {
             // Who does not understand the request would begin anew in the middle of an answer.
             let chat = self.is_chat();
             let targets = self.place.pool.targets();

@@ -4,19 +4,15 @@
 //! the memory it came in. [`read_answer`] does the same for an answer that comes as one JSON document.
 
 use std::borrow::Cow;
-use std::fmt;
 use std::ops::Range;
 
-use bytes::{Bytes, BytesMut};
-use memchr::{memchr, memrchr};
-use serde::Deserialize;
-use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
-use serde_json::value::RawValue;
-
+use super::api::json::Json;
 use super::api::quoted;
 use super::kept::{Changes, Fate, Kept};
 use super::pattern::{Fits, Pattern};
 use crate::scheduler::Tokens;
+use bytes::{Bytes, BytesMut};
+use memchr::{memchr, memrchr};
 
 /// The longest line that is looked at, in bytes; a longer one passes unread and unchanged.
 const MAX_LINE: usize = 1 << 20;
@@ -98,17 +94,14 @@ impl Seen {
     }
 
     /// Takes in one event or document; the place of a `model` in it, if it has one.
-    fn event<'a>(&mut self, event: &Event<'a>) -> Option<&'a RawValue> {
+    fn event<'a>(&mut self, event: &Event<'a>) -> Option<Json<'a>> {
         let inner = event.message.as_ref().or(event.response.as_ref());
         for usage in [event.usage.as_ref(), inner.and_then(|inner| inner.usage.as_ref())].into_iter().flatten() {
             self.usage(usage);
         }
-        self.pieces = self.pieces.saturating_add(event.choices.pieces);
+        self.pieces = self.pieces.saturating_add(event.pieces());
         for reason in &event.choices.finish {
             self.finish(reason);
-        }
-        if event.kind.ends_with("_delta") || event.kind.ends_with(".delta") {
-            self.pieces = self.pieces.saturating_add(u32::from(event.delta.any));
         }
         let reasons = [&event.delta.stop_reason, &event.stop_reason, &event.status, &inner.and_then(|inner| inner.status.clone())];
         for reason in reasons.into_iter().flatten() {
@@ -309,19 +302,19 @@ impl Observer {
             self.seen.done = true;
             return (Verdict::Pass, None);
         }
-        let Ok(event) = serde_json::from_slice::<Event>(payload) else {
+        let Some((json, event)) = Json::check(payload).ok().and_then(|json| Some((json, Event::of(json)?))) else {
             if let Some(kept) = &mut self.kept {
                 kept.lose("it has an event that cannot be read");
             }
             return (Verdict::Pass, None);
         };
         let model = self.seen.event(&event);
-        if self.hide_usage && event.usage.is_some() && event.choices.is_empty_list() {
+        if self.hide_usage && event.usage.is_some() && event.choices.is_empty_list {
             return (Verdict::Hide, None);
         }
         let text = event.delta.text.or(event.choices.text);
-        let renamed = model.filter(|raw| raw.get().as_bytes() != self.model && raw.get().starts_with('"')).map(|raw| place(line, raw));
-        let changes = match self.kept.as_mut().map(|kept| kept.event(payload)) {
+        let renamed = model.filter(|model| model.get().as_bytes() != self.model).map(|model| model.place(line));
+        let changes = match self.kept.as_mut().map(|kept| kept.event(json, line)) {
             None => Changes::new(),
             Some(Fate::Hide) => return (Verdict::Hide, None),
             Some(Fate::Change(changes)) => changes,
@@ -330,8 +323,7 @@ impl Observer {
             Some(place) if changes.is_empty() => Verdict::Rename(place),
             None if changes.is_empty() => Verdict::Pass,
             renamed => {
-                let before = line.len() - payload.len();
-                let mut changes: Changes = changes.into_iter().map(|(place, by)| (place.start + before..place.end + before, by)).collect();
+                let mut changes = changes;
                 changes.extend(renamed.map(|place| (place, self.model.clone())));
                 changes.sort_by_key(|(place, _)| place.start);
                 Verdict::Change(changes)
@@ -343,9 +335,9 @@ impl Observer {
 
 /// Reads an answer that came as one JSON document, and names the model as the client did. `None` if it is not JSON.
 pub fn read_answer(body: &Bytes, model: &str) -> Option<(Seen, Bytes)> {
-    let event: Event = serde_json::from_slice(body).ok()?;
+    let event = Event::of(Json::check(body).ok()?)?;
     let mut seen = Seen::default();
-    let place = seen.event(&event).filter(|raw| raw.get().starts_with('"')).map(|raw| place(body, raw));
+    let place = seen.event(&event).map(|model| model.place(body));
     seen.done = true;
     if seen.reported.is_none() {
         // No usage: the document's length is the best guess there is.
@@ -359,17 +351,6 @@ pub fn read_answer(body: &Bytes, model: &str) -> Option<(Seen, Bytes)> {
     Some((seen, body))
 }
 
-/// Where `raw`, a slice of `whole`, stands in it.
-pub(super) fn place(whole: &[u8], raw: &RawValue) -> Range<usize> {
-    place_of(whole, raw.get())
-}
-
-/// Where `part`, a slice of `whole`, stands in it.
-pub(super) fn place_of(whole: &[u8], part: &str) -> Range<usize> {
-    let start = part.as_ptr() as usize - whole.as_ptr() as usize;
-    start..start + part.len()
-}
-
 fn concat(a: &Bytes, b: &Bytes) -> Bytes {
     match (a.is_empty(), b.is_empty()) {
         (true, _) => b.clone(),
@@ -379,249 +360,174 @@ fn concat(a: &Bytes, b: &Bytes) -> Bytes {
 }
 
 /// What the dialects' events and documents have that is looked at: OpenAI's chunks at the top, Anthropic's and the responses API's by `type`.
-#[derive(Deserialize)]
+#[derive(Default)]
 struct Event<'a> {
-    #[serde(rename = "type", borrow, default)]
     kind: Cow<'a, str>,
-    #[serde(borrow, default)]
-    model: Option<&'a RawValue>,
-    #[serde(borrow, default)]
+    model: Option<Json<'a>>,
     choices: Choices<'a>,
-    #[serde(default)]
     usage: Option<Usage>,
-    #[serde(borrow, default)]
     delta: Delta<'a>,
-    #[serde(borrow, default)]
     message: Option<Inner<'a>>,
-    #[serde(borrow, default)]
     response: Option<Inner<'a>>,
-    #[serde(borrow, default)]
     stop_reason: Option<Cow<'a, str>>,
-    #[serde(borrow, default)]
     status: Option<Cow<'a, str>>,
-    #[serde(default, deserialize_with = "is_some")]
     error: bool,
 }
 
 /// The message of Anthropic's first event, the response in the responses API's events.
-#[derive(Deserialize)]
+#[derive(Default)]
 struct Inner<'a> {
-    #[serde(borrow, default)]
-    model: Option<&'a RawValue>,
-    #[serde(default)]
+    model: Option<Json<'a>>,
     usage: Option<Usage>,
-    #[serde(borrow, default)]
     status: Option<Cow<'a, str>>,
 }
 
-#[derive(Deserialize)]
 struct Usage {
-    #[serde(default)]
     prompt_tokens: Option<Tokens>,
-    #[serde(default)]
     completion_tokens: Option<Tokens>,
-    #[serde(default)]
     input_tokens: Option<Tokens>,
-    #[serde(default)]
     output_tokens: Option<Tokens>,
-}
-
-fn is_some<'de, D: Deserializer<'de>>(deserializer: D) -> Result<bool, D::Error> {
-    Ok(Option::<IgnoredAny>::deserialize(deserializer)?.is_some())
 }
 
 /// All choices of a chunk, folded.
 #[derive(Default)]
 struct Choices<'a> {
-    /// The field is there.
-    present: bool,
-    count: u32,
+    /// The list is there and has nothing in it.
+    is_empty_list: bool,
     /// Choices that brought output.
     pieces: Tokens,
-    /// One of their texts, as it stands in the event.
+    /// One of their texts, as it is written.
     text: Option<&'a str>,
     finish: Vec<Cow<'a, str>>,
-}
-
-impl Choices<'_> {
-    fn is_empty_list(&self) -> bool {
-        self.present && self.count == 0
-    }
 }
 
 /// Whether anything is in a piece of output, and Anthropic's reason to stop.
 #[derive(Default)]
 struct Delta<'a> {
     any: bool,
-    /// One of its texts, as it stands in the event.
+    /// One of its texts, as it is written.
     text: Option<&'a str>,
     stop_reason: Option<Cow<'a, str>>,
 }
 
-#[derive(Deserialize)]
-#[serde(transparent)]
-struct Reason<'a>(#[serde(borrow)] Option<Cow<'a, str>>);
-
-/// True for a text, list or object with something in it; and the text, if it stands in the event as it is.
-#[derive(Default)]
-struct Any<'a>(bool, Option<&'a str>);
-
-impl<'de: 'a, 'a> Deserialize<'de> for Any<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Look;
-        impl<'de> Visitor<'de> for Look {
-            type Value = Any<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("anything")
-            }
-
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Any<'de>, E> {
-                Ok(Any(!text.is_empty(), Some(text)))
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Any<'de>, E> {
-                Ok(Any(!text.is_empty(), None))
-            }
-
-            fn visit_unit<E>(self) -> Result<Any<'de>, E> {
-                Ok(Any::default())
-            }
-
-            fn visit_bool<E>(self, _: bool) -> Result<Any<'de>, E> {
-                Ok(Any::default())
-            }
-
-            fn visit_u64<E>(self, _: u64) -> Result<Any<'de>, E> {
-                Ok(Any::default())
-            }
-
-            fn visit_i64<E>(self, _: i64) -> Result<Any<'de>, E> {
-                Ok(Any::default())
-            }
-
-            fn visit_f64<E>(self, _: f64) -> Result<Any<'de>, E> {
-                Ok(Any::default())
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Any<'de>, A::Error> {
-                let mut any = false;
-                while seq.next_element::<IgnoredAny>()?.is_some() {
-                    any = true;
-                }
-                Ok(Any(any, None))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Any<'de>, A::Error> {
-                let mut any = false;
-                while map.next_entry::<IgnoredAny, IgnoredAny>()?.is_some() {
-                    any = true;
-                }
-                Ok(Any(any, None))
+impl<'a> Event<'a> {
+    /// `None` if it is no JSON object.
+    fn of(payload: Json<'a>) -> Option<Event<'a>> {
+        let mut event = Event::default();
+        for (name, value) in payload.members()? {
+            match &*name {
+                "type" => event.kind = value.string().unwrap_or_default(),
+                "model" => event.model = Some(value).filter(|value| value.is_string()),
+                "choices" => event.choices = Choices::of(value),
+                "usage" => event.usage = Usage::of(value),
+                "delta" => event.delta = Delta::of(value),
+                "message" => event.message = Inner::of(value),
+                "response" => event.response = Inner::of(value),
+                "stop_reason" => event.stop_reason = value.string(),
+                "status" => event.status = value.string(),
+                "error" => event.error = !value.is_null(),
+                _ => {}
             }
         }
-        deserializer.deserialize_any(Look)
+        Some(event)
+    }
+
+    /// Pieces of output that it brings.
+    fn pieces(&self) -> Tokens {
+        let is_delta = self.kind.ends_with("_delta") || self.kind.ends_with(".delta");
+        self.choices.pieces.saturating_add(u32::from(is_delta && self.delta.any))
     }
 }
 
-impl<'de: 'a, 'a> Deserialize<'de> for Delta<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Look;
-
-        #[derive(Deserialize)]
-        #[serde(field_identifier, rename_all = "snake_case")]
-        enum Field {
-            Content,
-            ReasoningContent,
-            Reasoning,
-            Refusal,
-            ToolCalls,
-            FunctionCall,
-            Text,
-            Thinking,
-            PartialJson,
-            StopReason,
-            #[serde(other)]
-            Unknown,
+impl<'a> Inner<'a> {
+    fn of(value: Json<'a>) -> Option<Inner<'a>> {
+        let mut inner = Inner::default();
+        for (name, value) in value.members()? {
+            match &*name {
+                "model" => inner.model = Some(value).filter(|value| value.is_string()),
+                "usage" => inner.usage = Usage::of(value),
+                "status" => inner.status = value.string(),
+                _ => {}
+            }
         }
+        Some(inner)
+    }
+}
 
-        impl<'de> Visitor<'de> for Look {
-            type Value = Delta<'de>;
+impl Usage {
+    fn of(value: Json) -> Option<Usage> {
+        let mut usage = Usage { prompt_tokens: None, completion_tokens: None, input_tokens: None, output_tokens: None };
+        for (name, value) in value.members()? {
+            let slot = match &*name {
+                "prompt_tokens" => &mut usage.prompt_tokens,
+                "completion_tokens" => &mut usage.completion_tokens,
+                "input_tokens" => &mut usage.input_tokens,
+                "output_tokens" => &mut usage.output_tokens,
+                _ => continue,
+            };
+            *slot = value.get().parse().ok();
+        }
+        Some(usage)
+    }
+}
 
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a piece of output")
-            }
-
-            // The responses API's deltas are plain text.
-            fn visit_borrowed_str<E>(self, text: &'de str) -> Result<Delta<'de>, E> {
-                Ok(Delta { any: !text.is_empty(), text: Some(text), stop_reason: None })
-            }
-
-            fn visit_str<E>(self, text: &str) -> Result<Delta<'de>, E> {
-                Ok(Delta { any: !text.is_empty(), ..Delta::default() })
-            }
-
-            fn visit_unit<E>(self) -> Result<Delta<'de>, E> {
-                Ok(Delta::default())
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Delta<'de>, A::Error> {
-                let mut delta = Delta::default();
-                while let Some(field) = map.next_key::<Field>()? {
-                    match field {
-                        Field::StopReason => delta.stop_reason = map.next_value::<Reason>()?.0,
-                        Field::Unknown => drop(map.next_value::<IgnoredAny>()?),
-                        _ => {
-                            let Any(any, text) = map.next_value()?;
-                            delta.any |= any;
-                            delta.text = text.or(delta.text);
-                        }
+impl<'a> Choices<'a> {
+    fn of(value: Json<'a>) -> Choices<'a> {
+        let mut choices = Choices::default();
+        let Some(elements) = value.elements() else { return choices };
+        choices.is_empty_list = true;
+        for choice in elements.filter_map(Json::members) {
+            choices.is_empty_list = false;
+            let mut any = false;
+            for (name, value) in choice {
+                match &*name {
+                    "delta" => {
+                        let delta = Delta::of(value);
+                        any |= delta.any;
+                        choices.text = delta.text.or(choices.text);
                     }
+                    "text" => {
+                        any |= says_something(value);
+                        choices.text = value.inner().or(choices.text);
+                    }
+                    "finish_reason" => choices.finish.extend(value.string()),
+                    _ => {}
                 }
-                Ok(delta)
             }
+            choices.pieces += u32::from(any);
         }
-        deserializer.deserialize_any(Look)
+        choices
     }
 }
 
-impl<'de: 'a, 'a> Deserialize<'de> for Choices<'a> {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        struct Choice<'a> {
-            #[serde(borrow, default)]
-            delta: Delta<'a>,
-            #[serde(borrow, default)]
-            text: Any<'a>,
-            #[serde(borrow, default)]
-            finish_reason: Option<Cow<'a, str>>,
-        }
-
-        struct Fold;
-        impl<'de> Visitor<'de> for Fold {
-            type Value = Choices<'de>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an array")
-            }
-
-            fn visit_unit<E>(self) -> Result<Choices<'de>, E> {
-                Ok(Choices::default())
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Choices<'de>, A::Error> {
-                let mut choices = Choices { present: true, ..Choices::default() };
-                while let Some(choice) = seq.next_element::<Choice>()? {
-                    choices.count += 1;
-                    let Any(any, text) = choice.text;
-                    choices.pieces += u32::from(choice.delta.any || any);
-                    choices.text = choice.delta.text.or(text).or(choices.text);
-                    choices.finish.extend(choice.finish_reason);
+impl<'a> Delta<'a> {
+    fn of(value: Json<'a>) -> Delta<'a> {
+        let mut delta = Delta::default();
+        let Some(members) = value.members() else {
+            // The responses API's deltas are plain text.
+            return Delta { any: value.is_string() && says_something(value), text: value.inner(), stop_reason: None };
+        };
+        for (name, value) in members {
+            match &*name {
+                "stop_reason" => delta.stop_reason = value.string(),
+                "content" | "reasoning_content" | "reasoning" | "refusal" | "tool_calls" | "function_call" | "text" | "thinking" | "partial_json" => {
+                    delta.any |= says_something(value);
+                    delta.text = value.inner().or(delta.text);
                 }
-                Ok(choices)
+                _ => {}
             }
         }
-        deserializer.deserialize_any(Fold)
+        delta
+    }
+}
+
+/// True for a text, list or object with something in it.
+fn says_something(value: Json) -> bool {
+    match value.get().as_bytes()[0] {
+        b'"' => value.get().len() > r#""""#.len(),
+        b'[' => value.elements().is_some_and(|mut elements| elements.next().is_some()),
+        b'{' => value.members().is_some_and(|mut members| members.next().is_some()),
+        _ => false,
     }
 }
 
