@@ -729,7 +729,12 @@ mod tests {
         let live = gateway.live();
         let model = live.route("llama").unwrap().model;
         let sample = |output| crate::scheduler::Sample { model: Some(model), score: None, output, cut: false };
-        live.pools[0].dispatcher.restore(Learnt { scores: Vec::new(), samples: (0..500).map(|n| sample(1000 + n % 2)).collect(), gamma: Some(0.02) });
+        live.pools[0].dispatcher.restore(Learnt {
+            scores: Vec::new(),
+            samples: (0..500).map(|n| sample(1000 + n % 2)).collect(),
+            gamma: Some(0.02),
+            speed: None,
+        });
         gateway.keep().await;
 
         let gateway = Gateway::start(with_state()).await.unwrap();

@@ -202,6 +202,8 @@ fn understand(text: &[u8], id: impl Fn(&str) -> ModelId) -> Result<Learnt, Damag
         scores: document.scores.into_iter().map(scored).collect::<Result<_, Damage>>()?,
         samples: document.answers.into_iter().map(sample).collect::<Result<_, Damage>>()?,
         gamma: document.gamma,
+        // Engines may have changed meanwhile, and show theirs within seconds.
+        speed: None,
     })
 }
 
@@ -220,6 +222,7 @@ mod tests {
             scores: vec![scored(-1.5), scored(0.1)],
             samples: vec![sample(None, Some(0.1), 9, false), sample(Some(1), None, 100, true), sample(Some(2), Some(-1.5), 7, false)],
             gamma: Some(0.01),
+            speed: None,
         }
     }
 

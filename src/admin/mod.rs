@@ -8,6 +8,7 @@ mod feed;
 mod likeness;
 mod metrics;
 mod page;
+mod replay;
 #[cfg(test)]
 mod tests;
 mod view;

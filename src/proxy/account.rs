@@ -504,6 +504,7 @@ impl Drop for Account {
             total: self.started.elapsed(),
             prompt_tokens: self.prompt_tokens,
             output_tokens: self.output_tokens,
+            max_output: self.pool.as_ref().and_then(|pool| (1..pool.limits.max_output).contains(&self.most_output).then_some(self.most_output)),
             score: self.score,
             scoring: self.scoring,
             predicted_tokens: self.predicted_tokens,

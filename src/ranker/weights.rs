@@ -109,7 +109,7 @@ impl Card {
             scores.push(scored);
             samples.extend([Sample { model: None, score: Some(scored), output, cut: false }; WORTH]);
         }
-        Learnt { scores, samples, gamma: None }
+        Learnt { scores, samples, gamma: None, speed: None }
     }
 }
 

@@ -14,6 +14,7 @@ use super::curve::{Curve, Histogram, LONGEST, Survival, make_monotone};
 use super::event::{ModelId, TenantId, Tokens};
 use super::outcome::Ending;
 use super::score::{RankerVersion, Score, Scored};
+use super::speed::Speed;
 use super::table::{Entry, Stage};
 use super::tenants::Tenants;
 use super::view::ModelView;
@@ -71,6 +72,8 @@ pub struct Learnt {
     pub samples: Vec<Sample>,
     /// The decay rate of the boost in 1/s, once it follows the tail.
     pub gamma: Option<f64>,
+    /// That of a backend of weight 1, to be assumed of those that have not shown theirs.
+    pub speed: Option<Speed>,
 }
 
 #[derive(Debug, Default)]

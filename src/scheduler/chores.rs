@@ -79,12 +79,16 @@ impl Scheduler {
 
     /// Gives each backend the speed that was learnt from it, or one like its siblings'.
     pub(super) fn update_speeds(&mut self) {
-        // Weights say how speeds compare where they are not known, so a known speed times its weight is that of a backend of weight 1.
-        let typical = Speed::mean(self.backends.iter().filter_map(|backend| Some(backend.learner.speed()?.scaled(backend.state.weight.get()))));
-        let typical = typical.unwrap_or(Speed::ASSUMED);
+        let typical = self.typical_speed().unwrap_or(self.assumed);
         for backend in &mut self.backends {
             backend.speed = backend.learner.speed().unwrap_or_else(|| typical.scaled(1.0 / backend.state.weight.get()));
         }
+    }
+
+    /// What is known of the speed of a backend of weight 1.
+    pub(super) fn typical_speed(&self) -> Option<Speed> {
+        // Weights say how speeds compare where they are not known, so a known speed times its weight is that of a backend of weight 1.
+        Speed::mean(self.backends.iter().filter_map(|backend| Some(backend.learner.speed()?.scaled(backend.state.weight.get()))))
     }
 
     /// The speed that keys are made with: the mean of the backends that take requests.

@@ -33,6 +33,8 @@ pub struct RequestView {
     pub work: f64,
     /// Expected output: all of it while it waits, what is still to come while it runs.
     pub expected_output: Tokens,
+    /// What the client allows.
+    pub max_output: Option<Tokens>,
     pub stage: StageView,
 }
 
@@ -178,6 +180,7 @@ impl Scheduler {
             weight: entry.weight().get(),
             work: f64::from(entry.work),
             expected_output,
+            max_output: entry.max_output(),
             stage,
         }
     }
@@ -239,7 +242,7 @@ mod tests {
 
         let scored = |n: u32| Scored { score: Score::new(n as f32).unwrap(), version: RankerVersion(1) };
         let samples = (0..400).map(|n| Sample { model: Some(ModelId(0)), score: Some(scored(n)), output: 10 * n + 1, cut: false }).collect();
-        pool.restore(&Learnt { scores: (0..400).map(scored).collect(), samples, gamma: None });
+        pool.restore(&Learnt { scores: (0..400).map(scored).collect(), samples, gamma: None, speed: None });
         pool.handle(Time::from_micros(60_000_000), Event::Tick, &mut Vec::new());
         let [short, long] = [1, 399].map(|n| pool.calibrated(ModelId(0), scored(n).score));
         assert!(short.bin.unwrap().0 < long.bin.unwrap().0 && short.expected_output < long.expected_output, "{short:?} {long:?}");

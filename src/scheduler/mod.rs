@@ -100,6 +100,8 @@ pub struct Scheduler {
     shares: Shares,
     sessions: Sessions,
 
+    /// The speed of a backend of weight 1 while none is known.
+    assumed: Speed,
     backends: Vec<Backend>,
     by_id: BTreeMap<BackendId, usize>,
 
@@ -135,6 +137,7 @@ impl Scheduler {
             restrictions: Restrictions::new(),
             shares: Shares::default(),
             sessions: Sessions::default(),
+            assumed: speed,
             backends: Vec::new(),
             by_id: BTreeMap::new(),
             keying: Keying::new(&policy, Largest::new(&limits, None), speed, mean_work, rate, false, None),
@@ -188,7 +191,7 @@ impl Scheduler {
     /// What was learnt of answers and of the tail, for the next start.
     pub fn learnt(&self) -> Learnt {
         let (scores, samples) = self.calibration.learnt();
-        Learnt { scores, samples, gamma: self.gamma.slope() }
+        Learnt { scores, samples, gamma: self.gamma.slope(), speed: self.typical_speed() }
     }
 
     /// Continues from what was learnt before, or from what ships with a ranker; the latter once, however often that ranker comes back.
@@ -199,6 +202,10 @@ impl Scheduler {
         self.calibration.restore(&learnt.scores, &learnt.samples);
         if let Some(gamma) = learnt.gamma {
             self.gamma.restore(gamma);
+        }
+        if let Some(speed) = learnt.speed {
+            self.assumed = speed;
+            self.update_speeds();
         }
         self.rebuild_keys();
     }

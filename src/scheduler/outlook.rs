@@ -236,7 +236,7 @@ mod tests {
         let limits = Limits { queue_requests: 1000, queue_bytes: 1 << 30, max_output: 1024 };
         let mut pool = Scheduler::new(policy(Order::Pars), limits, 1);
         backend(&mut pool, 0, 1, Standing::Healthy);
-        let mut comes = |id: u64, micros: u64, score: f32, pool: &mut Scheduler| {
+        let comes = |id: u64, micros: u64, score: f32, pool: &mut Scheduler| {
             let score = Score::new(score).map(|score| Scored { score, version: RankerVersion(1) });
             let request = Request { expires: Time::MAX, score, ..request(id, micros) };
             pool.handle(at(micros), Event::Arrived(request), &mut Vec::new());

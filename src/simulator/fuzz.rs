@@ -11,7 +11,8 @@ use super::workload::{Arrivals, Job, Length, Part, Scores, Workload};
 use super::{Broken, Dispatch, Run, Setup, run};
 use crate::engine::{Order as EngineOrder, Profile, Timing};
 use crate::scheduler::{
-    Gamma, History, Lead, Limits, Load, MaxOvertake, ModelId, Order, Policy, PolicyParts, Prefix, Slots, Target, TenantId, Time, Tokens, Weight,
+    Gamma, History, Lead, Learnt, Limits, Load, MaxOvertake, ModelId, Order, Policy, PolicyParts, Prefix, RankerVersion, Slots, Target, TenantId,
+    Time, Tokens, Weight,
 };
 
 /// Runs what a seed draws.
@@ -47,6 +48,8 @@ pub fn draw(seed: u64) -> (Setup, Workload) {
         look: Duration::from_secs(5),
         check: true,
         ask: Some(Duration::from_secs(2)),
+        learnt: Learnt::default(),
+        ranker: RankerVersion(0),
         fleet,
     };
     (setup, workload)

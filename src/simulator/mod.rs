@@ -36,7 +36,7 @@ pub use workload::{Arrivals, Job, Length, Part, Scores, Sender, Workload};
 
 use std::time::Duration;
 
-use crate::scheduler::{Limits, Policy};
+use crate::scheduler::{Learnt, Limits, Policy, RankerVersion};
 
 /// How requests find a backend.
 #[derive(Clone, Debug, PartialEq)]
@@ -70,6 +70,9 @@ pub struct Setup {
     pub check: bool,
     /// How often a request that waits asks when it is its turn, for [`Run::foretold`]; `None` is never.
     pub ask: Option<Duration>,
+    /// What the gateway has learnt before, and the ranker that the scores are of.
+    pub learnt: Learnt,
+    pub ranker: RankerVersion,
 }
 
 impl Setup {
@@ -85,6 +88,8 @@ impl Setup {
             look: Duration::from_secs(10),
             check: false,
             ask: None,
+            learnt: Learnt::default(),
+            ranker: RankerVersion(0),
         }
     }
 }

@@ -14,7 +14,7 @@ use super::workload::{Job, Workload};
 use super::{Dispatch, Setup};
 use crate::engine::{Counters, Engine, Event as Computed, What, Work};
 use crate::scheduler::{
-    Action, BackendId, Ending, Event, Facts, LEVEL, Load, RankerVersion, Reason, Request, RequestId, Scheduler, Score, Scored, Standing, Time, Tokens,
+    Action, BackendId, Ending, Event, Facts, LEVEL, Load, Reason, Request, RequestId, Scheduler, Score, Scored, Standing, Time, Tokens,
 };
 
 /// Between two readings of a metrics page under traffic, and otherwise, as the fleet reads them.
@@ -220,7 +220,11 @@ pub(super) struct World<'a> {
 impl<'a> World<'a> {
     pub fn new(setup: &'a Setup, workload: &'a Workload, seed: u64) -> Self {
         let front = match &setup.dispatch {
-            Dispatch::Gateway { policy, limits } => Front::Gateway(Box::new(Scheduler::new(policy.clone(), *limits, seed))),
+            Dispatch::Gateway { policy, limits } => {
+                let mut scheduler = Scheduler::new(policy.clone(), *limits, seed);
+                scheduler.restore(&setup.learnt);
+                Front::Gateway(Box::new(scheduler))
+            }
             Dispatch::RoundRobin | Dispatch::LeastLoaded | Dispatch::Sticky => Front::Direct,
         };
         let check = match &setup.dispatch {
@@ -440,7 +444,7 @@ impl<'a> World<'a> {
             id: id(stay),
             arrived,
             model: job.model,
-            score: job.score.map(|score| Scored { score, version: RankerVersion(0) }),
+            score: job.score.map(|score| Scored { score, version: self.setup.ranker }),
             prompt_tokens: job.prompt,
             max_output: job.max_output,
             attained: job.attained,

@@ -62,6 +62,8 @@ pub struct Outcome<'a> {
     pub prompt_tokens: Option<u32>,
     /// Output tokens, the backend's count where it told one.
     pub output_tokens: u32,
+    /// The client's limit on them; `None` where it is no tighter than the pool's.
+    pub max_output: Option<u32>,
     pub score: Option<f32>,
     /// Where the score came from, one of a closed set of names; `None` for requests that are not scored.
     pub scoring: Option<&'static str>,
@@ -171,6 +173,7 @@ impl Outcome<'_> {
             total: Duration::ZERO,
             prompt_tokens: None,
             output_tokens: 0,
+            max_output: None,
             score: None,
             scoring: None,
             predicted_tokens: None,

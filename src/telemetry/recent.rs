@@ -18,9 +18,13 @@ const MODELS: usize = 2048;
 /// One request that has ended.
 #[derive(Clone, Debug)]
 pub struct Ended {
+    /// The client's own, or one made here.
     pub id: Box<str>,
+    /// Where it ran or was to run; `None` where no pool was found for it.
     pub pool: Option<Arc<str>>,
+    /// As the client named it; empty where no pool was found for it, `other` for one name too many.
     pub model: Arc<str>,
+    /// Whose request it was, where keys are asked for.
     pub tenant: Option<Arc<str>>,
     /// `host:port` of the backend that answered or failed last.
     pub backend: Option<Arc<str>>,
@@ -39,17 +43,26 @@ pub struct Ended {
     pub queued: Option<Duration>,
     /// Prompt tokens by the backend's count.
     pub prompt_tokens: Option<u32>,
+    /// Output tokens, the backend's count where it told one.
     pub output_tokens: u32,
+    /// The client's limit on them; `None` where it is no tighter than the pool's.
+    pub max_output: Option<u32>,
     /// What was expected when it was released, in output tokens and in capacity-seconds.
     pub predicted_tokens: Option<u32>,
     pub work: Option<f64>,
+    /// The ranker's opinion.
     pub score: Option<f32>,
+    /// Where that came from, one of a closed set of names; `None` for requests that are not scored.
     pub scoring: Option<&'static str>,
     /// How much earlier than its arrival the order took it for, in microseconds.
     pub boost: Option<i64>,
+    /// Released for its age rather than by its key.
     pub aged: bool,
+    /// Released by another backend than the one it waited for.
     pub stolen: bool,
+    /// Attempts on other backends before the answer began.
     pub retries: u32,
+    /// A stream was asked for.
     pub streamed: bool,
 }
 
@@ -105,6 +118,7 @@ impl Recent {
             queued: outcome.queued,
             prompt_tokens: outcome.prompt_tokens,
             output_tokens: outcome.output_tokens,
+            max_output: outcome.max_output,
             predicted_tokens: outcome.predicted_tokens,
             work: outcome.work,
             score: outcome.score,
@@ -129,6 +143,12 @@ impl Recent {
     /// All of them, the latest first.
     pub fn all(&self) -> Vec<Arc<Ended>> {
         self.rings().all.iter().rev().cloned().collect()
+    }
+
+    /// When the oldest of them ended, if older ones are forgotten.
+    pub fn forgotten(&self) -> Option<Instant> {
+        let rings = self.rings();
+        rings.all.front().filter(|_| rings.all.len() >= REQUESTS).map(|oldest| oldest.at)
     }
 
     /// The last one with this id.

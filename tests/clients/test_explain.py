@@ -80,6 +80,7 @@ def test_the_last_requests_run_again_under_other_policies(launch):
     assert (told["requests"], told["counted"], told["lengths_assumed"], told["own_policy"]) == (60, 48, 0, "fcfs")
     assert [each["policy"] for each in told["policies"]] == ["fcfs", "headway", "least-loaded"]
     assert [each["own"] for each in told["policies"]] == [True, False, False]
+    assert (told["running"], told["waiting"], told["measured"]["unfinished"]) == (0, 0, 0)
     for each in (told["measured"], *told["policies"]):
         assert each["unanswered"] == 0 and 0 < each["ttft"]["p50"] <= each["ttlt"]["p99"] and each["ttlt"]["count"] == 48, each
     assert told["request"]["id"] == "n7" and [each["policy"] for each in told["request"]["policies"]] == ["fcfs", "headway", "least-loaded"]
