@@ -13,7 +13,7 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserializer, Error, MapAccess, Visitor};
 use serde_yaml::Spanned;
 
-use super::snapshot::{BackendUrl, Device};
+use super::snapshot::{BackendUrl, Device, Sessions};
 use super::text::{Bytes, Endpoint};
 use crate::fleet::EngineKind;
 use crate::scheduler::{Order, Target, Weight};
@@ -145,6 +145,7 @@ pub(super) struct Edge {
     pub half_close: Option<Leaf<bool>>,
     pub headers: Option<Leaf<bool>>,
     pub keepalive: Option<Leaf<Duration>>,
+    pub sessions: Option<Leaf<Sessions>>,
 }
 
 #[derive(Default, Deserialize)]

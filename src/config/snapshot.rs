@@ -195,6 +195,19 @@ pub struct Edge {
     pub headers: bool,
     /// How often a stream that waits for its answer gets a comment, and how long it waits for the first one; `None`: no comments.
     pub keepalive: Option<Duration>,
+    /// What names the session that a request belongs to.
+    pub sessions: Sessions,
+}
+
+/// What names the session or agent program that a request belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sessions {
+    /// Nothing.
+    Off,
+    /// `x-session-id`, or else OpenAI's `prompt_cache_key`.
+    Named,
+    /// Those, or else OpenAI's `user`: all that a user asks for counts as one.
+    User,
 }
 
 impl Default for Edge {
@@ -209,6 +222,7 @@ impl Default for Edge {
             half_close: false,
             headers: true,
             keepalive: None,
+            sessions: Sessions::Named,
         }
     }
 }

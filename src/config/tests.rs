@@ -61,7 +61,7 @@ state: kept
 training_log: { file: rows.jsonl, max_size: 2MiB }
 usage_log: { file: usage.jsonl }
 access_log: { file: access.jsonl, keep: 3 }
-edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, half_close: true, headers: false, keepalive: 20s }
+edge: { max_body: 1MiB, max_body_total: 64MiB, max_head: 16KiB, head_timeout: 3s, body_timeout: 4s, drain: 5s, half_close: true, headers: false, keepalive: 20s, sessions: user }
 limits: { queue_requests: 10, queue_bytes: 8MiB }
 timeouts: { queue: 30s }
 pools:
@@ -101,7 +101,7 @@ pools:
     assert_eq!(snapshot.policy.name, "fcfs");
     assert_eq!(snapshot.edge.max_body, 1 << 20);
     assert!(snapshot.edge.half_close && !snapshot.edge.headers);
-    assert_eq!(snapshot.edge.keepalive.unwrap().as_secs(), 20);
+    assert_eq!((snapshot.edge.keepalive.unwrap().as_secs(), snapshot.edge.sessions), (20, Sessions::User));
     let chat = &snapshot.pools[0];
     assert_eq!(chat.policy.name, "own");
     assert_eq!(chat.limits, crate::scheduler::Limits { queue_requests: 10, queue_bytes: 8 << 20, max_output: 100 });

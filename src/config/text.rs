@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::time::Duration;
 
 use super::near::near;
-use super::snapshot::{BackendUrl, Device};
+use super::snapshot::{BackendUrl, Device, Sessions};
 use crate::fleet::EngineKind;
 use crate::scheduler::{Order, Target, Weight};
 use crate::tenancy::Priority;
@@ -295,6 +295,12 @@ impl FromText for Order {
             ("oracle-boost", Order::OracleBoost),
         ];
         choice("order", text, &orders)
+    }
+}
+
+impl FromText for Sessions {
+    fn from_text(text: &str) -> Result<Self, Mistake> {
+        choice("way to name sessions", text, &[("off", Sessions::Off), ("named", Sessions::Named), ("user", Sessions::User)])
     }
 }
 

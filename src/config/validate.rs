@@ -468,6 +468,7 @@ impl Builder<'_> {
             half_close: self.checker.optional(raw.half_close.as_ref(), &place.key("half_close"), default.half_close),
             headers: self.checker.optional(raw.headers.as_ref(), &place.key("headers"), default.headers),
             keepalive: raw.keepalive.as_ref().map(|leaf| self.checker.duration(Some(leaf), &place.key("keepalive"), Duration::from_secs(15))),
+            sessions: self.checker.optional(raw.sessions.as_ref(), &place.key("sessions"), default.sessions),
         }
     }
 

@@ -23,8 +23,8 @@ pub use permit::Permit;
 pub use ticket::{Asker, Rejection, Ticket};
 
 use crate::scheduler::{
-    Action, BackendId, BackendState, Calibrated, Event, Facts, Learnt, Limits, Load, ModelId, Outlook, Policy, PoolView, QueueView, Reason, Request,
-    RequestId, RequestView, Scheduler, Score, Scored, Standpoint, TenantId, Time, Tokens, Weight,
+    Action, BackendId, BackendState, Calibrated, Event, Facts, History, Learnt, Limits, Load, ModelId, Outlook, Policy, PoolView, QueueView, Reason,
+    Request, RequestId, RequestView, Scheduler, Score, Scored, Standpoint, TenantId, Time, Tokens, Weight,
 };
 
 /// More waiting requests than this are not ordered anew on a thread that others need.
@@ -50,6 +50,8 @@ pub struct Arrival {
     pub model: ModelId,
     /// The ranker's opinion; `None` is neutral.
     pub score: Option<Scored>,
+    /// What came before it, where that is known.
+    pub history: Option<Arc<History>>,
     /// Estimated prompt tokens.
     pub prompt_tokens: Tokens,
     /// The client's limit on output tokens.
@@ -182,7 +184,7 @@ impl Dispatcher {
             unscored: arrival.unscored,
             excluded: arrival.excluded,
             tenant: arrival.tenant,
-            history: None,
+            history: arrival.history,
             oracle_output: None,
         };
         let (grant, answer) = oneshot::channel();

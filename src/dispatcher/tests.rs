@@ -31,6 +31,7 @@ fn arrival(pool: &Dispatcher) -> Arrival {
         arrived: pool.now(),
         model: ModelId(0),
         score: None,
+        history: None,
         prompt_tokens: 10,
         max_output: Some(100),
         attained: 0,

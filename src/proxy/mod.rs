@@ -19,6 +19,7 @@ mod reply;
 pub mod response;
 mod resume;
 pub mod server;
+mod session;
 pub mod stream;
 pub mod upstream;
 mod waiting;
@@ -51,7 +52,7 @@ use crate::dispatcher::{Arrival, Permit, Rejection};
 use crate::fleet::{EngineKind, Observation};
 use crate::gateway::{Gateway, Live, Routed, Target};
 use crate::ranker::Opinion;
-use crate::scheduler::{BackendId, Ending, Facts, Reason, Scored, Time, Tokens, Weight};
+use crate::scheduler::{BackendId, Ending, Facts, History, Reason, Scored, Time, Tokens, Weight};
 use crate::telemetry::Stage;
 use crate::tenancy::Priority;
 
@@ -101,6 +102,8 @@ struct Outgoing {
     /// The usage chunk is asked for by us alone.
     hide_usage: bool,
     score: Option<Scored>,
+    /// What came before it, where that is known.
+    history: Option<Arc<History>>,
     /// When it was ready to wait.
     arrived: Time,
     /// How long it may take as a whole, and when that is over.
@@ -248,6 +251,7 @@ impl Proxy {
         let ready = Instant::now();
         let arrived = routed.pool.dispatcher.at(ready);
         let score = if api.is_scored() { score(&live, &mut prompt, account).await } else { None };
+        let history = session::history(live.snapshot.edge.sessions, &head.headers, &prompt).filter(|_| api.is_scored());
         headers::strip_request(&mut head.headers, api.is_scored());
         head.headers.insert(headers::REQUEST_ID, account.request_id_header().clone());
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
@@ -263,6 +267,7 @@ impl Proxy {
             held,
             hide_usage,
             score,
+            history,
             arrived,
             total,
             deadline,
@@ -358,6 +363,7 @@ impl Outgoing {
             arrived: self.arrived,
             model: routed.model,
             score: self.score,
+            history: self.history.clone(),
             prompt_tokens: self.prompt.prompt_tokens.saturating_add(told),
             max_output: self.begun.as_ref().map_or(self.prompt.max_output, |begun| begun.places.left()),
             attained: told,

@@ -14,7 +14,7 @@ pub struct History {
 
 impl History {
     /// Beginnings of one prompt, at most.
-    pub const MOST: usize = 6;
+    pub const MOST: usize = 7;
 
     /// Beginnings from the shortest to the longest, which is best the whole prompt: the next turn of a conversation begins with it. Empty ones and those beyond
     /// [`History::MOST`] are left out. `session` is equal for requests of one session or agent program of one tenant.
@@ -31,6 +31,16 @@ impl History {
     pub fn longest_first(&self) -> impl Iterator<Item = Prefix> {
         let all = self.hashes.iter().zip(&self.tokens).rev();
         all.filter(|(_, tokens)| **tokens > 0).map(|(&hash, &tokens)| Prefix { hash, tokens })
+    }
+
+    /// The same in this session.
+    pub fn in_session(self, session: Option<u64>) -> Self {
+        History { session: session.unwrap_or(0), has_session: session.is_some(), ..self }
+    }
+
+    /// Whether nothing came before.
+    pub fn is_empty(&self) -> bool {
+        *self == History::default()
     }
 
     /// The session, where there is one.

@@ -2,6 +2,7 @@
 
 use std::borrow::Cow;
 
+use super::beginnings::{Beginnings, Speaker};
 use super::json::Json;
 use super::{BadBody, text, tokens};
 use crate::ranker::PromptText;
@@ -30,7 +31,7 @@ struct Turn<'a> {
     role: Option<Cow<'a, str>>,
     kind: Option<Cow<'a, str>>,
     content: Option<Json<'a>>,
-    /// A tool's output, where items have one of their own; a tool call's arguments.
+    /// Bytes of a tool's output, where items have one of their own; of a tool call's arguments.
     other: usize,
 }
 
@@ -75,14 +76,23 @@ impl Kind {
 }
 
 /// Reads an array of messages or items (or, for a response's input, a plain string). `system` is a system prompt given apart, with its field's name.
-pub fn turns<'a>(value: Json<'a>, field: &'static str, system: Option<(&'static str, Json<'a>)>) -> Result<Content, BadBody> {
-    let mut content = Content::default();
+/// `along` goes along with what is read, from `before` tokens on.
+pub fn turns<'a>(
+    value: Json<'a>,
+    field: &'static str,
+    system: Option<(&'static str, Json<'a>)>,
+    along: &mut Beginnings,
+    before: Tokens,
+) -> Result<Content, BadBody> {
+    let mut content = Content { tokens: before, ..Content::default() };
     if let Some((name, value)) = system.filter(|(_, value)| !value.is_null()) {
-        let parts = Parts::of(value).ok_or(BadBody::wrong(name, "a string or an array of parts"))?;
-        content.tokens = parts.tokens;
+        let parts = Parts::of(value, along, content.tokens).ok_or(BadBody::wrong(name, "a string or an array of parts"))?;
+        content.tokens = content.tokens.saturating_add(parts.tokens);
         content.text.system = parts.text(text::head);
     }
     if value.is_string() && field == "input" {
+        along.turn(Speaker::Client, content.tokens);
+        along.text(value.get(), content.tokens);
         content.tokens = content.tokens.saturating_add(tokens(value.get().len()));
         content.text.user = text::ends(value);
         return Ok(content);
@@ -91,12 +101,16 @@ pub fn turns<'a>(value: Json<'a>, field: &'static str, system: Option<(&'static 
     let turns = value.elements().ok_or(BadBody::wrong(field, if field == "input" { "a string or an array" } else { "an array" }))?;
     // Tool results that came after the last words of the user, and those words.
     let (mut results, mut user) = (0, None);
-    for (index, turn) in turns.enumerate() {
+    for (index, element) in turns.enumerate() {
         let wrong = |part: &str, expected| BadBody::WrongType { field: format!("{field}[{index}]{part}").into(), expected };
-        let turn = Turn::of(turn).ok_or_else(|| wrong("", "an object with a `role` and `content`"))?;
+        let turn = Turn::of(element).ok_or_else(|| wrong("", "an object with a `role` and `content`"))?;
+        along.turn(turn.speaker(), content.tokens);
+        if turn.content.is_none_or(Json::is_null) || turn.other > 0 {
+            along.text(element.get(), content.tokens);
+        }
         let parts = match turn.content.filter(|value| !value.is_null()) {
             None => Parts::default(),
-            Some(value) => Parts::of(value).ok_or_else(|| wrong(".content", "a string, null or an array of parts"))?,
+            Some(value) => Parts::of(value, along, content.tokens).ok_or_else(|| wrong(".content", "a string, null or an array of parts"))?,
         };
         content.tokens = content.tokens.saturating_add(TOKENS_PER_MESSAGE + parts.tokens.saturating_add(tokens(turn.other)));
         match (turn.role.as_deref(), turn.kind.as_deref()) {
@@ -118,20 +132,31 @@ pub fn turns<'a>(value: Json<'a>, field: &'static str, system: Option<(&'static 
 }
 
 /// Reads the prompt of a legacy completion: a string, strings, or tokens.
-pub fn plain(value: Json) -> Result<Content, BadBody> {
+pub fn plain(value: Json, along: &mut Beginnings) -> Result<Content, BadBody> {
     let wrong = || BadBody::wrong("prompt", "a string, an array of strings, or an array of tokens");
     let length = tokens(value.get().len());
     let text_of = |value| PromptText { system: String::new(), user: text::ends(value) };
     if value.is_string() {
+        along.text(value.get(), 0);
         return Ok(Content { text: text_of(value), tokens: length, several: false });
     }
     let mut prompts = value.elements().ok_or_else(wrong)?;
     let first = prompts.next().ok_or_else(wrong)?;
     match first.get().as_bytes()[0] {
         // Of several prompts the first stands for all.
-        b'"' => Ok(Content { text: text_of(first), tokens: length, several: prompts.next().is_some() }),
+        b'"' => {
+            let several = prompts.next().is_some();
+            along.text(first.get(), 0);
+            if several {
+                along.unreadable();
+            }
+            Ok(Content { text: text_of(first), tokens: length, several })
+        }
         // Tokens cannot be read here: the request is neutral, but its length is known.
-        b'0'..=b'9' => Ok(Content { text: PromptText::default(), tokens: u32::try_from(1 + prompts.count()).unwrap_or(u32::MAX), several: false }),
+        b'0'..=b'9' => {
+            along.text(value.get(), 0);
+            Ok(Content { text: PromptText::default(), tokens: u32::try_from(1 + prompts.count()).unwrap_or(u32::MAX), several: false })
+        }
         b'[' => Ok(Content { text: PromptText::default(), tokens: length, several: true }),
         _ => Err(wrong()),
     }
@@ -148,15 +173,22 @@ struct Parts<'a> {
 
 impl<'a> Parts<'a> {
     /// `None` unless it is a string or an array of objects (or of strings, which some clients send).
-    fn of(value: Json<'a>) -> Option<Parts<'a>> {
+    fn of(value: Json<'a>, along: &mut Beginnings, before: Tokens) -> Option<Parts<'a>> {
         let mut parts = Parts { value: Some(value), tokens: 0, is_tool_result: false };
         if value.is_string() {
+            along.text(value.get(), before);
             parts.tokens = tokens(value.get().len());
             return Some(parts);
         }
         let (mut count, mut results) = (0, 0);
         for element in value.elements()? {
             let part = Part::of(element)?;
+            match (part.kind, part.text) {
+                // A text by itself: that it may be cached is written beside it, and moves on from turn to turn.
+                (Kind::Text | Kind::ToolResult, Some(text)) => along.text(text.get(), before.saturating_add(parts.tokens)),
+                (Kind::Image | Kind::Audio | Kind::File, _) => along.unreadable(),
+                (Kind::Text | Kind::ToolResult | Kind::Unknown, _) => along.text(element.get(), before.saturating_add(parts.tokens)),
+            }
             parts.tokens = parts.tokens.saturating_add(part.tokens());
             count += 1;
             results += usize::from(part.kind == Kind::ToolResult);
@@ -221,5 +253,16 @@ impl<'a> Turn<'a> {
             }
         }
         Some(turn)
+    }
+
+    fn speaker(&self) -> Speaker {
+        match (self.role.as_deref(), self.kind.as_deref()) {
+            (Some("system" | "developer"), _) => Speaker::System,
+            (Some("assistant" | "model"), _) => Speaker::Model,
+            (Some(_), _) | (None, None) => Speaker::Client,
+            (None, Some(kind)) if kind.ends_with("_output") => Speaker::Client,
+            // Calls of tools, thoughts: items of an answer have no role of their own.
+            (None, Some(_)) => Speaker::Model,
+        }
     }
 }

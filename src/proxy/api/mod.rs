@@ -3,6 +3,7 @@
 //! A body is never written anew: what has to change is spliced (see [`Splices`]), so that key order, unknown fields and number formats reach the
 //! backend as the client wrote them.
 
+mod beginnings;
 mod chat;
 pub mod json;
 mod multipart;
@@ -14,11 +15,13 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::ranker::PromptText;
-use crate::scheduler::Tokens;
+use crate::scheduler::{History, Tokens};
 use crate::tenancy::Priority;
+use beginnings::Beginnings;
 use json::{Json, NotJson};
 use percent_encoding::percent_decode_str;
 
+pub use beginnings::salted;
 pub use json::MAX_DEPTH;
 pub use splice::{Payload, Splices};
 
@@ -89,6 +92,11 @@ pub struct Prompt {
     pub include_usage: bool,
     /// How urgent it is, by OpenAI's `service_tier`.
     pub priority: Option<Priority>,
+    /// Beginnings of it that others may share.
+    pub history: History,
+    /// OpenAI's `prompt_cache_key` and `user`, as [`salted`] hashes.
+    pub cache_key: Option<u64>,
+    pub user: Option<u64>,
     /// Where the fields stand that may have to change.
     places: Places,
 }
@@ -184,6 +192,9 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
         single: false,
         include_usage: false,
         priority: None,
+        history: History::default(),
+        cache_key: None,
+        user: None,
         places: Places {
             // The body parsed as an object, so it has a brace.
             front: body.iter().position(|&b| b == b'{').map_or(0, |at| at + 1),
@@ -214,22 +225,29 @@ pub fn parse(api: Api, body: &[u8]) -> Result<Prompt, BadBody> {
     let answers = count(fields.n, "n")?.unwrap_or(1).max(1);
     prompt.max_output = limit.map(|limit| limit.saturating_mul(answers));
 
+    let tools = fields.tools.map(Json::get);
+    let before = tokens(tools.map_or(0, str::len));
+    let mut along = Beginnings::new(&prompt.model, tools);
     let content = match api {
-        Api::Chat => chat::turns(required(fields.messages, "messages")?, "messages", None)?,
-        Api::Messages => chat::turns(required(fields.messages, "messages")?, "messages", fields.system.map(|value| ("system", value)))?,
+        Api::Chat => chat::turns(required(fields.messages, "messages")?, "messages", None, &mut along, before)?,
+        Api::Messages => {
+            chat::turns(required(fields.messages, "messages")?, "messages", fields.system.map(|value| ("system", value)), &mut along, before)?
+        }
         Api::Responses => {
             // A stored prompt or an earlier response can stand in for the input.
             let instructions = fields.instructions.map(|value| ("instructions", value));
             match fields.input {
-                Some(input) => chat::turns(input, "input", instructions)?,
-                None => chat::Content::default(),
+                Some(input) => chat::turns(input, "input", instructions, &mut along, before)?,
+                None => chat::Content { tokens: before, ..chat::Content::default() },
             }
         }
-        Api::Completions => chat::plain(required(fields.prompt, "prompt")?)?,
+        Api::Completions => chat::plain(required(fields.prompt, "prompt")?, &mut along)?,
         Api::Other => chat::Content::default(),
     };
-    let tools = fields.tools.map_or(0, |value| value.get().len());
-    prompt.prompt_tokens = content.tokens.saturating_add(tokens(tools));
+    prompt.prompt_tokens = content.tokens;
+    prompt.history = along.end(prompt.prompt_tokens);
+    prompt.cache_key = session(fields.prompt_cache_key);
+    prompt.user = session(fields.user);
     prompt.single = answers == 1 && !content.several;
     prompt.text = content.text;
     Ok(prompt)
@@ -262,6 +280,9 @@ impl Prompt {
             single: false,
             include_usage: false,
             priority: None,
+            history: History::default(),
+            cache_key: None,
+            user: None,
             places: Places { form_model, ..Places::default() },
         }
     }
@@ -333,6 +354,8 @@ struct Fields<'a> {
     instructions: Option<Json<'a>>,
     system: Option<Json<'a>>,
     tools: Option<Json<'a>>,
+    prompt_cache_key: Option<Json<'a>>,
+    user: Option<Json<'a>>,
 }
 
 impl<'a> Fields<'a> {
@@ -364,12 +387,19 @@ impl<'a> Fields<'a> {
                 "instructions" => &mut fields.instructions,
                 "system" => &mut fields.system,
                 "tools" => &mut fields.tools,
+                "prompt_cache_key" => &mut fields.prompt_cache_key,
+                "user" => &mut fields.user,
                 _ => continue,
             };
             *slot = Some(value);
         }
         Some(fields)
     }
+}
+
+/// The name of a session; `None` for an empty one, which names nothing.
+fn session(value: Option<Json>) -> Option<u64> {
+    value.and_then(Json::string).filter(|name| !name.is_empty()).map(|name| salted(name.as_bytes()))
 }
 
 fn required<'a>(value: Option<Json<'a>>, field: &'static str) -> Result<Json<'a>, BadBody> {
