@@ -535,7 +535,7 @@ async fn next_ranker(live: &Live, wanted: Option<&RankerSettings>) -> Result<Ran
 /// The tenants that the next configuration knows. Those that are there already go on with what is counted against them.
 fn next_tenancy(live: Option<&Live>, snapshot: &Snapshot) -> Option<Tenancy> {
     let before = live.and_then(|live| live.tenancy.as_ref());
-    snapshot.keys.as_ref().map(|tenants| Tenancy::new(tenants, before, Instant::now()))
+    snapshot.keys.as_ref().map(|settings| Tenancy::new(settings, before, Instant::now()))
 }
 
 /// The second ranker that the next configuration asks for. The running one goes on where its directory is the same, with what that holds now.

@@ -106,7 +106,7 @@ impl Handler for StandIn {
 
     async fn begin(&self, _: tokio::runtime::Handle) {}
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>, uploading: Uploading) -> Response<Answer> {
+    async fn handle(self: Arc<Self>, request: Request<Incoming>, _: Option<std::net::IpAddr>, uploading: Uploading) -> Response<Answer> {
         let mut guard = Guard(Some(self.events.clone()));
         let path = request.uri().path().to_owned();
         self.events.send(Event::Began).unwrap();

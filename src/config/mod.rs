@@ -137,9 +137,9 @@ fn summary(path: &Path, snapshot: &Snapshot) -> String {
     let _ = writeln!(out, "  operators  http://{}", snapshot.admin);
     let _ = match &snapshot.keys {
         None => writeln!(out, "  keys       none: whoever reaches the address may ask"),
-        Some(tenants) => {
-            let keys: usize = tenants.iter().map(|tenant| tenant.keys.len()).sum();
-            writeln!(out, "  keys       {keys} of {} tenants", tenants.len())
+        Some(settings) => {
+            let keys: usize = settings.tenants.iter().map(|tenant| tenant.keys.len()).sum();
+            writeln!(out, "  keys       {keys} of {} tenants", settings.tenants.len())
         }
     };
     let _ = writeln!(out, "  ranker     {ranker}");

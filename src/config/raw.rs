@@ -82,6 +82,7 @@ fn written<'de, D: Deserializer<'de>, T: Deserialize<'de>>(deserializer: D) -> R
 #[serde(deny_unknown_fields)]
 pub(super) struct Keys {
     pub file: Leaf<PathBuf>,
+    pub unknown_per_minute: Option<Leaf<u64>>,
 }
 
 /// The keys file.

@@ -28,7 +28,7 @@ pub struct Snapshot {
     /// Where traces of requests go; `None`: nowhere, and none are recorded.
     pub otlp: Option<Otlp>,
     /// Who may ask; `None`: anybody.
-    pub keys: Option<Arc<Vec<Arc<TenantSettings>>>>,
+    pub keys: Option<Arc<KeySettings>>,
     /// Where the lengths of answers are written down for training; `None`: nowhere.
     pub training_log: Option<TrainingLogSettings>,
     /// Where is written down what requests used; `None`: nowhere.
@@ -76,6 +76,9 @@ pub const DEFAULT_MAX_SLOTS: u32 = 1024;
 /// The largest window that can be asked for.
 pub const MAX_SLOTS: u32 = 65_536;
 
+/// Requests a minute from one address that may show unknown keys when nothing else is said.
+pub const DEFAULT_UNKNOWN_KEYS: u32 = 60;
+
 /// A policy and the name it was loaded under, for headers and metrics.
 #[derive(Clone, Debug, PartialEq)]
 pub struct NamedPolicy {
@@ -113,6 +116,14 @@ pub struct Otlp {
     pub sample: f64,
     /// What this gateway is called in the traces.
     pub service_name: String,
+}
+
+/// Who may ask, and what happens to others.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KeySettings {
+    pub tenants: Vec<Arc<TenantSettings>>,
+    /// Requests a minute from one address that are told of their unknown key; more are 429.
+    pub unknown_per_minute: u32,
 }
 
 /// One tenant as configured.

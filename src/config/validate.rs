@@ -387,10 +387,12 @@ impl Builder<'_> {
     }
 
     /// `served` are the names that clients may ask for, `None` where a pool takes any.
-    fn keys(&mut self, raw: &raw::Keys, place: &Place, served: Option<&BTreeSet<String>>) -> Option<Arc<Vec<Arc<TenantSettings>>>> {
+    fn keys(&mut self, raw: &raw::Keys, place: &Place, served: Option<&BTreeSet<String>>) -> Option<Arc<KeySettings>> {
+        let most =
+            self.checker.number(raw.unknown_per_minute.as_ref(), &place.key("unknown_per_minute"), 1..=1_000_000, u64::from(DEFAULT_UNKNOWN_KEYS));
         let (path, text) = self.text_file(&raw.file, &place.key("file"))?;
         match keys::read(&path, &text, served, self.checker.environment) {
-            Ok(tenants) => Some(Arc::new(tenants)),
+            Ok(tenants) => Some(Arc::new(KeySettings { tenants, unknown_per_minute: most as u32 })),
             Err(error) => {
                 self.other_files.extend_from_slice(error.problems());
                 None

@@ -1,6 +1,7 @@
 //! What is known of one request, from its head to its end; told to telemetry when it is dropped, once.
 
 use std::borrow::Cow;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -33,6 +34,7 @@ const CLIENT_LEFT: (u16, &str) = (499, "client_left");
 /// One request's story so far. Until something else is said, its client has left.
 pub struct Account {
     gateway: Arc<Gateway>,
+    from: Option<IpAddr>,
     started: Instant,
     method: Method,
     path: Cow<'static, str>,
@@ -116,10 +118,11 @@ impl Awaited {
 
 impl Account {
     /// A request whose head has come. Where traces are recorded, the head says afterwards which one it belongs to.
-    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue) -> Account {
+    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue, from: Option<IpAddr>) -> Account {
         let started = Instant::now();
         Account {
             gateway: Arc::clone(gateway),
+            from,
             started,
             trace: gateway.tracer.as_ref().and_then(|tracer| tracer.begin(&mut head.headers, started)),
             method: head.method.clone(),
@@ -162,6 +165,11 @@ impl Account {
             reason: CLIENT_LEFT.1,
             answer: CLIENT_LEFT,
         }
+    }
+
+    /// Where its connection comes from.
+    pub fn from(&self) -> Option<IpAddr> {
+        self.from
     }
 
     /// When its head came.

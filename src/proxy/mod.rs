@@ -24,6 +24,7 @@ pub mod stream;
 pub mod upstream;
 mod waiting;
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -129,12 +130,12 @@ impl Handler for Proxy {
         self.gateway.move_to(runtime).await;
     }
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>, uploading: Uploading) -> Response<ReplyBody> {
+    async fn handle(self: Arc<Self>, request: Request<Incoming>, from: Option<IpAddr>, uploading: Uploading) -> Response<ReplyBody> {
         let (mut head, body) = request.into_parts();
         // Who expects to be told to go on has not sent the body, and does not when it is refused.
         let expects = head.headers.contains_key(EXPECT);
         let request_id = headers::request_id(&head.headers);
-        let account = Account::open(&self.gateway, &mut head, request_id);
+        let account = Account::open(&self.gateway, &mut head, request_id, from);
         let Told { ended, account, body } = match self.gateway.live().snapshot.edge.keepalive {
             None => self.story(head, body, uploading, account).await,
             Some(every) => match waiting::wait(Arc::clone(&self), every, head, body, uploading, account).await {
@@ -215,7 +216,7 @@ impl Proxy {
         if headers::size(&head) > live.snapshot.edge.max_head {
             return Err(Failure::HeadTooLarge { limit: live.snapshot.edge.max_head });
         }
-        let tenant = live.tenancy.as_ref().map(|tenancy| tenancy.who(&head.headers)).transpose()?;
+        let tenant = live.tenancy.as_ref().map(|tenancy| tenancy.who(&head.headers, account.from())).transpose()?;
         if let Some(tenant) = tenant {
             account.belongs_to(tenant);
         }

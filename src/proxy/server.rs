@@ -6,7 +6,7 @@
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::pin::{Pin, pin};
@@ -63,8 +63,8 @@ pub trait Handler: Send + Sync + 'static {
     /// The server begins; connections are carried by `runtime`.
     fn begin(&self, runtime: Handle) -> impl Future<Output = ()> + Send;
 
-    /// Answers one request. The future, and then the body, are dropped when the client leaves: at once, after `uploading` is dropped.
-    fn handle(self: Arc<Self>, request: Request<Incoming>, uploading: Uploading) -> impl Future<Output = Response<Self::Body>> + Send;
+    /// Answers one request of a connection that comes `from` there. The future, and then the body, are dropped when the client leaves: at once, after `uploading` is dropped.
+    fn handle(self: Arc<Self>, request: Request<Incoming>, from: Option<IpAddr>, uploading: Uploading) -> impl Future<Output = Response<Self::Body>> + Send;
 
     /// The limits that hold now; asked once per connection.
     fn limits(&self) -> Edge;
@@ -239,6 +239,7 @@ impl<H: Handler> App<H> {
     /// Serves one connection to its end.
     async fn serve(&self, stream: Stream, phase: watch::Receiver<Phase>) {
         let vitals = Arc::<Vitals>::default();
+        let from = stream.get_socket_digest().and_then(|socket| Some(socket.peer_addr()?.as_inet()?.ip()));
         let limits = self.handler.limits();
         let patience = if *phase.borrow() < Phase::Closing { limits.head_timeout } else { limits.head_timeout.min(LATE) };
         let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), patience, limits.half_close).await else { return };
@@ -249,7 +250,7 @@ impl<H: Handler> App<H> {
             let (handler, in_progress, uploading) = (Arc::clone(&handler), counted.begin(), counted.upload());
             let last = *closing.borrow() != Phase::Serving && request.version() <= Version::HTTP_11;
             async move {
-                let mut response = handler.handle(request, uploading).await;
+                let mut response = handler.handle(request, from, uploading).await;
                 if last {
                     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 }

@@ -3,13 +3,15 @@
 //! A request shows a key, whose SHA-256 names its tenant. What it takes from its tenant's limits it holds as an [`Admission`]: dropped with the request, that
 //! gives back what was not used, whatever became of it.
 //!
-//! `allowance` so much a minute · `key` making keys · `priority` how urgent.
+//! `allowance` so much a minute · `key` making keys · `priority` how urgent · `strangers` who shows keys that nobody has.
 
 mod allowance;
 mod key;
 mod priority;
+mod strangers;
 
 use std::collections::{BTreeMap, HashMap};
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -22,7 +24,9 @@ pub use allowance::{Allowance, Standing};
 pub use key::{KeyHash, NewKey, NoChance, NotAHash};
 pub use priority::Priority;
 
-use crate::config::{TenantLimits, TenantSettings};
+use strangers::Strangers;
+
+use crate::config::{KeySettings, TenantLimits, TenantSettings};
 use crate::scheduler::{TenantId, Tokens};
 
 /// Anthropic's and Azure's headers for a key; OpenAI's is `authorization: Bearer`.
@@ -36,6 +40,10 @@ const NEWEST: f64 = 0.05;
 pub struct Tenancy {
     by_key: HashMap<KeyHash, Arc<Tenant>>,
     tenants: BTreeMap<String, Arc<Tenant>>,
+    /// How often each address has shown keys that are nobody's. Goes on over reloads.
+    strangers: Arc<Strangers>,
+    /// How often it may, per minute.
+    unknown_per_minute: u32,
     next_id: u32,
 }
 
@@ -65,6 +73,8 @@ pub enum Refused {
     NoKey,
     #[error("the API key is not known here")]
     UnknownKey,
+    #[error("more than {limit} requests a minute from this address show API keys that are not known here; try again in {} s", seconds(*.wait))]
+    UnknownKeys { limit: u32, wait: Duration },
     #[error("this API key may not use the model `{0}`")]
     Model(String),
     #[error("the limit of {limit} {what} a minute is reached; try again in {} s", seconds(*.wait))]
@@ -107,7 +117,7 @@ impl Refused {
     /// Seconds after which it is worth trying again, where that can be said.
     pub fn retry_after(&self) -> Option<u32> {
         match self {
-            Refused::Rate { wait, .. } => Some(u32::try_from(seconds(*wait)).unwrap_or(u32::MAX)),
+            Refused::Rate { wait, .. } | Refused::UnknownKeys { wait, .. } => Some(u32::try_from(seconds(*wait)).unwrap_or(u32::MAX)),
             Refused::Concurrent(_) => Some(1),
             Refused::NoKey | Refused::UnknownKey | Refused::Model(_) => None,
         }
@@ -116,11 +126,11 @@ impl Refused {
 
 impl Tenancy {
     /// The tenants of a configuration. One that was there `before` keeps its id and what is counted against it; other limits are counted anew.
-    pub fn new(settings: &[Arc<TenantSettings>], before: Option<&Tenancy>, now: Instant) -> Tenancy {
+    pub fn new(settings: &KeySettings, before: Option<&Tenancy>, now: Instant) -> Tenancy {
         let mut next_id = before.map_or(0, |before| before.next_id);
         let mut by_key = HashMap::new();
         let mut tenants = BTreeMap::new();
-        for settings in settings {
+        for settings in &settings.tenants {
             let known = before.and_then(|before| before.tenants.get(&settings.name));
             let id = known.map_or_else(
                 || {
@@ -138,16 +148,20 @@ impl Tenancy {
             by_key.extend(settings.keys.iter().map(|key| (*key, Arc::clone(&tenant))));
             tenants.insert(settings.name.clone(), tenant);
         }
-        Tenancy { by_key, tenants, next_id }
+        let strangers = before.map_or_else(|| Arc::new(Strangers::new(now)), |before| Arc::clone(&before.strangers));
+        Tenancy { by_key, tenants, strangers, unknown_per_minute: settings.unknown_per_minute, next_id }
     }
 
-    /// Whose request this is, by the key in its head. Costs one hash: the key itself is nowhere to be compared with.
+    /// Whose request this is, by the key in its head; `from` is where the connection comes from. Costs one hash: the key itself is nowhere to be compared with.
     ///
     /// # Errors
-    /// There is no key, or nobody's.
-    pub fn who(&self, headers: &HeaderMap) -> Result<&Arc<Tenant>, Refused> {
+    /// There is no key, or nobody's, or that too often from the same address. What comes with a known key is never held against its address, nor the reverse.
+    pub fn who(&self, headers: &HeaderMap, from: Option<IpAddr>) -> Result<&Arc<Tenant>, Refused> {
         let key = shown(headers).ok_or(Refused::NoKey)?;
-        self.by_key.get(&KeyHash::of(key)).ok_or(Refused::UnknownKey)
+        self.by_key.get(&KeyHash::of(key)).ok_or_else(|| match self.strangers.take(from, self.unknown_per_minute, Instant::now()) {
+            Ok(()) => Refused::UnknownKey,
+            Err(wait) => Refused::UnknownKeys { limit: self.unknown_per_minute, wait },
+        })
     }
 
     /// All tenants, by name.
@@ -345,15 +359,22 @@ mod tests {
         })
     }
 
+    fn keys<const N: usize>(tenants: [Arc<TenantSettings>; N]) -> KeySettings {
+        KeySettings { tenants: tenants.into(), unknown_per_minute: 3 }
+    }
+
     fn headers(name: &'static str, value: &'static str) -> HeaderMap {
         HeaderMap::from_iter([(HeaderName::from_static(name), HeaderValue::from_static(value))])
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_key_in_any_of_its_headers_names_the_tenant() {
-        let tenancy =
-            Tenancy::new(&[settings("a", "hw-a", TenantLimits::default()), settings("b", "hw-b", TenantLimits::default())], None, Instant::now());
-        let who = |headers: HeaderMap| tenancy.who(&headers).map(|tenant| tenant.name().to_owned());
+        let tenancy = Tenancy::new(
+            &keys([settings("a", "hw-a", TenantLimits::default()), settings("b", "hw-b", TenantLimits::default())]),
+            None,
+            Instant::now(),
+        );
+        let who = |headers: HeaderMap| tenancy.who(&headers, None).map(|tenant| tenant.name().to_owned());
         for (name, value) in [("authorization", "Bearer hw-b"), ("authorization", "bearer  hw-b "), ("x-api-key", "hw-b"), ("api-key", "hw-b")] {
             assert_eq!(who(headers(name, value)), Ok("b".into()), "{name}: {value}");
         }
@@ -361,8 +382,30 @@ mod tests {
         assert_eq!(who(headers("authorization", "Basic aHctYjpody1i")), Err(Refused::NoKey));
         assert_eq!(who(headers("authorization", "Bearer hw-c")), Err(Refused::UnknownKey));
         assert_eq!(who(headers("authorization", "Bearer ")), Err(Refused::UnknownKey));
-        let tenant = tenancy.who(&headers("x-api-key", "hw-a")).unwrap();
+        let tenant = tenancy.who(&headers("x-api-key", "hw-a"), None).unwrap();
         assert!(tenant.may_use("llama") && !tenant.may_use("qwen"));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unknown_keys_are_slowed_down_and_known_ones_from_the_same_address_never() {
+        let one = keys([settings("a", "hw-a", TenantLimits::default())]);
+        let first = Tenancy::new(&one, None, Instant::now());
+        // What was counted goes on over a reload.
+        let second = Tenancy::new(&one, Some(&first), Instant::now());
+        let from = Some(IpAddr::from([10, 0, 0, 1]));
+        let who = |tenancy: &Tenancy, key, from| tenancy.who(&headers("x-api-key", key), from).map(|tenant| tenant.name().to_owned());
+        for tenancy in [&first, &second, &first] {
+            assert_eq!(who(tenancy, "hw-wrong", from), Err(Refused::UnknownKey));
+        }
+        for _ in 0..100 {
+            let refused = who(&second, "hw-wrong", from).unwrap_err();
+            assert_eq!(refused, Refused::UnknownKeys { limit: 3, wait: Duration::from_secs(20) });
+            assert_eq!(refused.retry_after(), Some(20));
+            assert_eq!(who(&second, "hw-a", from), Ok("a".into()));
+        }
+        assert_eq!(who(&second, "hw-wrong", None), Err(Refused::UnknownKey), "another address");
+        tokio::time::advance(Duration::from_secs(20)).await;
+        assert_eq!(who(&second, "hw-wrong", from), Err(Refused::UnknownKey));
     }
 
     #[tokio::test(start_paused = true)]
@@ -374,7 +417,7 @@ mod tests {
             concurrent_requests: Some(2),
         };
         let now = Instant::now();
-        let tenancy = Tenancy::new(&[settings("a", "k", limits)], None, now);
+        let tenancy = Tenancy::new(&keys([settings("a", "k", limits)]), None, now);
         let tenant = tenancy.tenants().next().unwrap();
         let first = tenant.admit(100, 50, now).unwrap();
         let too_much = tenant.admit(550, 50, now).err();
@@ -397,12 +440,15 @@ mod tests {
     async fn a_reload_keeps_what_was_counted_unless_the_limits_changed() {
         let now = Instant::now();
         let limits = |requests| TenantLimits { requests_per_minute: Some(requests), ..TenantLimits::default() };
-        let first = Tenancy::new(&[settings("a", "k", limits(2)), settings("b", "l", limits(2))], None, now);
+        let first = Tenancy::new(&keys([settings("a", "k", limits(2)), settings("b", "l", limits(2))]), None, now);
         let of = |tenancy: &Tenancy, name: &str| Arc::clone(&tenancy.tenants[name]);
         let held = of(&first, "a").admit(1, Tokens::MAX, now).unwrap();
         of(&first, "b").admit(1, Tokens::MAX, now).unwrap();
-        let second =
-            Tenancy::new(&[settings("c", "m", limits(2)), settings("a", "new key", limits(2)), settings("b", "l", limits(1))], Some(&first), now);
+        let second = Tenancy::new(
+            &keys([settings("c", "m", limits(2)), settings("a", "new key", limits(2)), settings("b", "l", limits(1))]),
+            Some(&first),
+            now,
+        );
         assert_eq!(of(&second, "a").id(), of(&first, "a").id());
         assert_eq!(second.tenants().map(|tenant| tenant.id()).collect::<std::collections::BTreeSet<_>>().len(), 3);
         assert_eq!(of(&second, "a").held(), 1);
@@ -414,7 +460,7 @@ mod tests {
             of(&second, "b").admit(1, Tokens::MAX, now).is_ok() && of(&second, "b").admit(1, Tokens::MAX, now).is_err(),
             "another limit is another bucket"
         );
-        assert!(second.who(&headers("x-api-key", "k")).is_err(), "the old key is gone");
+        assert!(second.who(&headers("x-api-key", "k"), None).is_err(), "the old key is gone");
         drop(held);
         assert_eq!(of(&second, "a").held(), 0);
     }
@@ -427,7 +473,7 @@ mod tests {
             output_tokens_per_minute: Some(600),
             concurrent_requests: None,
         };
-        let tenancy = Tenancy::new(&[settings("a", "k", limits)], None, Instant::now());
+        let tenancy = Tenancy::new(&keys([settings("a", "k", limits)]), None, Instant::now());
         let tenant = tenancy.tenants().next().unwrap();
         let _admission = tenant.admit(100, 300, Instant::now()).unwrap();
         let mut headers = HeaderMap::new();

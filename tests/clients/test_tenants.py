@@ -76,6 +76,21 @@ def test_only_known_keys_are_served(launch):
     assert 'tenant="search"' in gateway.output()
 
 
+def test_an_address_that_tries_keys_is_slowed_down_and_known_keys_from_it_never(launch):
+    tenants = Tenants(launch.folder, search={})
+    section = {**tenants.section, "unknown_per_minute": 1}
+    gateway = launch.gateway(pool("sim", launch.backend()), keys=section).healthy(1)
+    first, *others = [post(gateway, chat(), headers=bearer(f"hw-guess-{n}")) for n in range(5)]
+    assert (first.status_code, error(first)["code"]) == (401, "invalid_api_key")
+    # No header makes the address another one.
+    others.append(post(gateway, chat(), headers={**bearer("hw-guess"), "x-forwarded-for": "203.0.113.7", "forwarded": "for=203.0.113.7"}))
+    for refused in others:
+        assert (refused.status_code, error(refused)["code"]) == (429, "rate_limit_unknown_keys")
+        assert 1 <= int(refused.headers["retry-after"]) <= 60
+    assert post(gateway, chat(), headers=bearer(tenants.keys["search"])).status_code == 200
+    assert metric(gateway.admin, 'headway_requests_total{pool="other",model="other",outcome="rate_limit_unknown_keys"}') == 5
+
+
 def test_requests_per_minute(launch):
     tenants = Tenants(launch.folder, slow={"limits": {"requests_per_minute": 2}}, other={})
     gateway = launch.gateway(pool("sim", launch.backend()), keys=tenants.section).healthy(1)
