@@ -23,7 +23,7 @@ use crate::ranker::{Ranker, RankerError, Shadow};
 use crate::scheduler::{BackendId, BackendState, Learnt, Load, ModelId, RankerVersion};
 use crate::telemetry::metrics::Metrics;
 use crate::telemetry::{Recent, Tracer, TracerError};
-use crate::tenancy::Tenancy;
+use crate::tenancy::{Room, Tenancy, Whose};
 use crate::training_log::{TrainingLog, TrainingLogError};
 use crate::usage_log::{UsageLog, UsageLogError};
 
@@ -123,6 +123,8 @@ pub struct PoolRuntime {
     retries: ArcSwap<Option<DefaultDirectRateLimiter>>,
     next_backend: AtomicU32,
     siblings: Siblings,
+    /// Where the requests for models wait that have limits of their own.
+    rooms: ArcSwap<BTreeMap<String, Room>>,
 }
 
 /// One backend and the connections to it.
@@ -157,6 +159,7 @@ impl PoolRuntime {
             retries: ArcSwap::from_pointee(retry_limiter(settings.retry_budget)),
             next_backend: AtomicU32::new(0),
             siblings: Siblings::default(),
+            rooms: ArcSwap::default(),
         };
         let kept = pool.keeper.as_ref().and_then(|keeper| keeper.read(|name| pool.model_id(name))).unwrap_or_default();
         pool.dispatcher.restore(kept);
@@ -197,6 +200,11 @@ impl PoolRuntime {
         self.retries.load().as_ref().as_ref().is_some_and(|budget| budget.check().is_ok())
     }
 
+    /// Where requests for this model wait, if that has limits.
+    pub fn room(&self, model: &str) -> Option<Room> {
+        self.rooms.load().get(model).cloned()
+    }
+
     /// The models asked for so far and the keys of their calibrations.
     pub fn models(&self) -> Arc<BTreeMap<String, ModelId>> {
         self.models.load_full()
@@ -234,6 +242,9 @@ impl PoolRuntime {
         self.dispatcher.policy_changed(settings.policy.policy.clone());
         self.dispatcher.limits_changed(settings.limits);
         self.retries.store(Arc::new(retry_limiter(settings.retry_budget)));
+        let before = self.rooms.load_full();
+        let rooms = settings.model_queues.iter().map(|(model, limits)| (model.clone(), Room::new(Whose::Model, *limits, before.get(model))));
+        self.rooms.store(Arc::new(rooms.collect()));
         let current = self.targets.load_full();
         let mut left: Vec<&Arc<Target>> = current.values().collect();
         let mut next = BTreeMap::new();

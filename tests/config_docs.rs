@@ -76,6 +76,8 @@ fn the_reference_describes_every_field_and_no_other() {
         ("Pool", "`pools[]`"),
         ("SlowStream", "`pools[].slow_stream`"),
         ("Model", "`pools[].models[]`, the long form"),
+        ("QueueLimits", "`limits` of a key or a model"),
+        ("Key", "`tenants[].keys[]`, the long form"),
         ("Backend", "`pools[].backends[]`"),
         ("Slots", "`slots`, the long form"),
         ("Policy", "Policy files"),

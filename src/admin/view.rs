@@ -77,6 +77,10 @@ pub(super) fn tenants(live: &Live) -> Value {
             "keys": settings.keys.len(),
             "held": tenant.held(),
             "concurrent_requests": settings.limits.concurrent_requests,
+            "queue": tenant.room().map(|room| {
+                let (requests, bytes) = room.held();
+                json!({ "requests": requests, "bytes": bytes, "most_requests": settings.queue.requests, "most_bytes": settings.queue.bytes })
+            }),
             "limits": limits,
         })
     });

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use super::error::ConfigError;
 use super::parse::parse;
-use super::raw::{self, Leaf};
-use super::snapshot::{TenantLimits, TenantSettings};
+use super::raw::{self, Leaf, TextOr};
+use super::snapshot::{TenantKey, TenantLimits, TenantSettings};
 use super::text::{FromText, Mistake};
 use super::validate::{Checker, Environment, Place, is_label};
 use crate::scheduler::Weight;
@@ -67,29 +67,36 @@ impl Reader<'_> {
             self.checker.problem(models.referenced, &place.key("models"), mistake);
         }
         let models = raw.models.as_ref().map(|models| self.models(&models.value, &place.key("models")));
-        let limits = raw.limits.as_ref().map(|limits| self.limits(limits, &place.key("limits"))).unwrap_or_default();
+        let limits_place = place.key("limits");
+        let limits = raw.limits.as_ref().map(|limits| self.limits(limits, &limits_place)).unwrap_or_default();
+        let queue = raw.limits.as_ref().map(|limits| self.checker.queue_limits(&limits.queue_requests, &limits.queue_bytes, &limits_place));
         let keys_place = place.key("keys");
         if raw.keys.value.is_empty() {
             let mistake = Mistake::new("the tenant has no key", "make one with: headway key new");
             self.checker.problem(raw.keys.referenced, &keys_place, mistake);
         }
-        let keys = raw.keys.value.iter().enumerate().filter_map(|(index, leaf)| self.key(leaf, &keys_place.index(index))).collect();
+        let keys = raw.keys.value.iter().enumerate().filter_map(|(index, raw)| self.key(raw, &keys_place.index(index))).collect();
         let max_priority = self.checker.optional(raw.max_priority.as_ref(), &place.key("max_priority"), Priority::High);
-        Some(TenantSettings { name: name?, weight, max_priority, models, limits, keys })
+        Some(TenantSettings { name: name?, weight, max_priority, models, limits, queue: queue.unwrap_or_default(), keys })
     }
 
-    fn key(&mut self, leaf: &Leaf<String>, place: &Place) -> Option<KeyHash> {
-        let key = self.checker.read_text(&leaf.text, place, |text| {
+    fn key(&mut self, raw: &TextOr<raw::Key>, place: &Place) -> Option<TenantKey> {
+        let (text, place, limits) = match raw {
+            TextOr::Text(text) => (text, place.clone(), None),
+            TextOr::Long(key) => (&key.sha256.text, place.key("sha256"), key.limits.as_ref().map(|limits| (limits, place.key("limits")))),
+        };
+        let queue = limits.map(|(limits, place)| self.checker.queue_limits(&limits.queue_requests, &limits.queue_bytes, &place)).unwrap_or_default();
+        let hash = self.checker.read_text(text, &place, |text| {
             // Never quoted back: it may be the key itself.
             text.trim().parse().map_err(|wrong: crate::tenancy::NotAHash| {
                 Mistake::new(wrong.to_string(), "the SHA-256 of a key, as headway key new prints it; the key itself must not be in a file")
             })
         })?;
-        if let Some(line) = self.keys.insert(key, leaf.text.referenced.line()) {
+        if let Some(line) = self.keys.insert(hash, text.referenced.line()) {
             let mistake = Mistake::new(format!("this key is already on line {line}"), "a key belongs to one tenant");
-            self.checker.problem(leaf.text.referenced, place, mistake);
+            self.checker.problem(text.referenced, &place, mistake);
         }
-        Some(key)
+        Some(TenantKey { hash, queue })
     }
 
     fn models(&mut self, raw: &[Leaf<String>], place: &Place) -> BTreeSet<String> {
@@ -128,6 +135,7 @@ impl Reader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::QueueLimits;
 
     const A: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
     const B: &str = "2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae";
@@ -140,7 +148,7 @@ mod tests {
     #[test]
     fn a_full_file_is_read_as_written() {
         let text = format!(
-            "tenants:\n- name: search\n  weight: 2\n  models: [llama]\n  keys: [{A}, {B}]\n  limits: {{ requests_per_minute: 1, input_tokens_per_minute: 2, output_tokens_per_minute: 3, concurrent_requests: 4 }}\n"
+            "tenants:\n- name: search\n  weight: 2\n  models: [llama]\n  keys: [{A}, {{ sha256: {B}, limits: {{ queue_requests: 5 }} }}]\n  limits: {{ requests_per_minute: 1, input_tokens_per_minute: 2, output_tokens_per_minute: 3, concurrent_requests: 4, queue_bytes: 1MiB }}\n"
         );
         let tenants = read_text(&text).unwrap();
         let [tenant] = &*tenants else { panic!("{tenants:?}") };
@@ -155,6 +163,8 @@ mod tests {
                 concurrent_requests: Some(4)
             }
         );
+        assert_eq!(tenant.queue, QueueLimits { requests: None, bytes: Some(1 << 20) });
+        assert_eq!(tenant.keys.iter().map(|key| key.queue.requests).collect::<Vec<_>>(), [None, Some(5)]);
         let tenants = read_text(&format!("tenants: [{{ name: a, keys: [{A}] }}]")).unwrap();
         assert_eq!((&tenants[0].models, tenants[0].limits), (&None, TenantLimits::default()));
     }
@@ -162,7 +172,7 @@ mod tests {
     #[test]
     fn mistakes_are_shown_with_their_place_and_no_key_is_quoted() {
         let text = format!(
-            "tenants:\n- {{ name: a b, keys: [hw-secret] }}\n- {{ name: c, keys: [{A}], models: [lama] }}\n- {{ name: c, keys: [{A}], limits: {{ requests_per_minute: 0 }} }}\n- {{ name: d, keys: [] }}\n"
+            "tenants:\n- {{ name: a b, keys: [hw-secret] }}\n- {{ name: c, keys: [{A}], models: [lama] }}\n- {{ name: c, keys: [{A}], limits: {{ requests_per_minute: 0 }} }}\n- {{ name: d, keys: [] }}\n- {{ name: e, keys: [{{ sha256: {B}, limits: {{ queue_bytes: 5 }} }}, {{ sha256: hw-secret }}] }}\n"
         );
         let error = read_text(&text).unwrap_err();
         let problems: Vec<(u64, &str)> = error.problems().iter().map(|problem| (problem.position.unwrap().0, problem.field.as_str())).collect();
@@ -174,6 +184,8 @@ mod tests {
             (4, "tenants[2].keys[0]"),
             (4, "tenants[2].limits.requests_per_minute"),
             (5, "tenants[3].keys"),
+            (6, "tenants[4].keys[0].limits.queue_bytes"),
+            (6, "tenants[4].keys[1].sha256"),
         ];
         assert_eq!(problems, expected);
         let shown = error.to_string();

@@ -100,7 +100,23 @@ pub(super) struct Tenant {
     pub max_priority: Option<Leaf<Priority>>,
     pub models: Option<Spanned<Vec<Leaf<String>>>>,
     pub limits: Option<TenantLimits>,
-    pub keys: Spanned<Vec<Leaf<String>>>,
+    pub keys: Spanned<Vec<TextOr<Key>>>,
+}
+
+/// A key with limits of its own.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Key {
+    pub sha256: Leaf<String>,
+    pub limits: Option<QueueLimits>,
+}
+
+/// How much of a key or a model may wait.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct QueueLimits {
+    pub queue_requests: Option<Leaf<u64>>,
+    pub queue_bytes: Option<Leaf<Bytes>>,
 }
 
 #[derive(Deserialize)]
@@ -110,6 +126,8 @@ pub(super) struct TenantLimits {
     pub input_tokens_per_minute: Option<Leaf<u64>>,
     pub output_tokens_per_minute: Option<Leaf<u64>>,
     pub concurrent_requests: Option<Leaf<u64>>,
+    pub queue_requests: Option<Leaf<u64>>,
+    pub queue_bytes: Option<Leaf<Bytes>>,
 }
 
 #[derive(Deserialize)]
@@ -196,6 +214,7 @@ pub(super) struct SlowStream {
 pub(super) struct Model {
     pub name: Leaf<String>,
     pub upstream: Option<Leaf<String>>,
+    pub limits: Option<QueueLimits>,
 }
 
 #[derive(Deserialize)]

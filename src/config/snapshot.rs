@@ -138,7 +138,32 @@ pub struct TenantSettings {
     /// Names that it may ask for; `None`: all.
     pub models: Option<BTreeSet<String>>,
     pub limits: TenantLimits,
-    pub keys: Vec<KeyHash>,
+    /// How much of it may wait at once.
+    pub queue: QueueLimits,
+    pub keys: Vec<TenantKey>,
+}
+
+/// One key of a tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TenantKey {
+    pub hash: KeyHash,
+    /// How much that shows it may wait at once.
+    pub queue: QueueLimits,
+}
+
+/// How much of a key, a tenant or a model may wait for a slot at once; `None` is no limit.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct QueueLimits {
+    pub requests: Option<u64>,
+    /// Of their bodies.
+    pub bytes: Option<u64>,
+}
+
+impl QueueLimits {
+    /// Whether there is any limit.
+    pub fn is_limited(&self) -> bool {
+        self.requests.is_some() || self.bytes.is_some()
+    }
 }
 
 /// How much one tenant may ask for; `None` is no limit.
@@ -254,6 +279,8 @@ pub struct Pool {
     pub policy: Arc<NamedPolicy>,
     /// Names clients may ask for and the upstream name of each, in the order of the file. Empty: any model (a pool made by `--backend`), learnt from /v1/models.
     pub models: Vec<(String, Option<String>)>,
+    /// How much of a model may wait at once, for those that have such a limit, by the name that clients ask for.
+    pub model_queues: BTreeMap<String, QueueLimits>,
     /// Names of the pools that take a request when no backend here can.
     pub fallback: Vec<String>,
     pub backends: Vec<BackendSettings>,

@@ -106,6 +106,13 @@ impl<'a> Checker<'a> {
         self.bounded(leaf, place, Bytes(*range.start())..=Bytes(*range.end()), Bytes(default), |bytes| show_bytes(bytes.0)).0
     }
 
+    pub(super) fn queue_limits(&mut self, requests: &Option<Leaf<u64>>, bytes: &Option<Leaf<Bytes>>, place: &Place) -> QueueLimits {
+        QueueLimits {
+            requests: requests.as_ref().map(|leaf| self.number(Some(leaf), &place.key("queue_requests"), 1..=10_000_000, 1)),
+            bytes: bytes.as_ref().map(|leaf| self.bytes(Some(leaf), &place.key("queue_bytes"), 1024..=(1 << 40), 1024)),
+        }
+    }
+
     pub(crate) fn duration(&mut self, leaf: Option<&Leaf<Duration>>, place: &Place, default: Duration) -> Duration {
         self.bounded(leaf, place, Duration::from_millis(1)..=LONGEST, default, show_duration)
     }
@@ -530,7 +537,7 @@ impl Builder<'_> {
             Some(leaf) => self.policy(leaf, &place.key("policy")),
             None => Some(Arc::clone(defaults.policy)),
         };
-        let models = raw.models.as_ref().map(|models| self.models(&models.value, &place.key("models"))).unwrap_or_default();
+        let (models, model_queues) = raw.models.as_ref().map(|models| self.models(&models.value, &place.key("models"))).unwrap_or_default();
         let limits = self.limits(raw.limits.as_ref(), &place.key("limits"), defaults.limits, defaults.edge);
         let timeouts = self.timeouts(raw.timeouts.as_ref(), &place.key("timeouts"), defaults.timeouts);
         let retries = self.checker.number(raw.retries.as_ref(), &place.key("retries"), 0..=10, u64::from(DEFAULT_RETRIES)) as u32;
@@ -566,7 +573,20 @@ impl Builder<'_> {
         let fallback_place = place.key("fallback");
         let fallback = raw.fallback.as_ref().map_or(&[][..], |fallback| &fallback.value);
         let fallback = fallback.iter().enumerate().filter_map(|(index, leaf)| self.checker.read(leaf, &fallback_place.index(index))).collect();
-        Some(Pool { name: name?, policy: policy?, models, fallback, backends, limits, timeouts, retries, retry_budget: budget, resume, slow_stream })
+        Some(Pool {
+            name: name?,
+            policy: policy?,
+            models,
+            model_queues,
+            fallback,
+            backends,
+            limits,
+            timeouts,
+            retries,
+            retry_budget: budget,
+            resume,
+            slow_stream,
+        })
     }
 
     /// A backend's window belongs to one pool: two owners would each fill it.
@@ -582,25 +602,30 @@ impl Builder<'_> {
         }
     }
 
-    /// The models of one pool: (name, upstream name where it differs).
-    fn models(&mut self, raw: &[TextOr<raw::Model>], place: &Place) -> Vec<(String, Option<String>)> {
-        let mut models = Vec::new();
+    /// The models of one pool: (name, upstream name where it differs), and how much of them may wait.
+    fn models(&mut self, raw: &[TextOr<raw::Model>], place: &Place) -> (Vec<(String, Option<String>)>, BTreeMap<String, QueueLimits>) {
+        let (mut models, mut queues) = (Vec::new(), BTreeMap::new());
         for (index, raw) in raw.iter().enumerate() {
             let place = place.index(index);
-            let (name, upstream) = match raw {
-                TextOr::Text(text) => (self.checker.read_text(text, &place, model_name), None),
+            let (name, upstream, queue) = match raw {
+                TextOr::Text(text) => (self.checker.read_text(text, &place, model_name), None, QueueLimits::default()),
                 TextOr::Long(model) => {
                     let name = self.checker.read_text(&model.name.text, &place.key("name"), model_name);
                     let upstream = model.upstream.as_ref().and_then(|leaf| self.checker.read_text(&leaf.text, &place.key("upstream"), model_name));
-                    (name, upstream)
+                    let limits = model.limits.as_ref();
+                    let queue = limits.map(|limits| self.checker.queue_limits(&limits.queue_requests, &limits.queue_bytes, &place.key("limits")));
+                    (name, upstream, queue.unwrap_or_default())
                 }
             };
             if let Some(name) = name {
+                if queue.is_limited() {
+                    queues.insert(name.clone(), queue);
+                }
                 let upstream = upstream.filter(|upstream| *upstream != name);
                 models.push((name, upstream));
             }
         }
-        models
+        (models, queues)
     }
 
     fn backend(&mut self, raw: &raw::Backend, place: &Place) -> Option<BackendSettings> {

@@ -20,7 +20,7 @@ use crate::ranker::{Neutral, Opinion, Pending, PromptText};
 use crate::row_log;
 use crate::scheduler::{Facts, Scored, Time, Tokens};
 use crate::telemetry::{self, Line, Outcome, Resume, Stage, Trace};
-use crate::tenancy::{Admission, Refused, Tenant};
+use crate::tenancy::{Admission, Known, Place, Refused, Room, Tenant};
 use crate::training_log::TrainingLog;
 use crate::usage_log::{Usage, UsageLog, Written};
 
@@ -43,6 +43,8 @@ pub struct Account {
     trace: Option<Box<Trace>>,
     api: Api,
     tenant: Option<Arc<Tenant>>,
+    /// Where what shows its key waits, if that has limits.
+    room: Option<Room>,
     /// What it holds of its tenant's limits.
     admission: Option<Admission>,
     model: String,
@@ -131,6 +133,7 @@ impl Account {
             request_id,
             api: Api::Other,
             tenant: None,
+            room: None,
             admission: None,
             model: String::new(),
             streamed: false,
@@ -196,9 +199,18 @@ impl Account {
         self.api = api;
     }
 
-    /// Its key is this tenant's.
-    pub fn belongs_to(&mut self, tenant: &Arc<Tenant>) {
-        self.tenant = Some(Arc::clone(tenant));
+    /// Its key is this one.
+    pub fn belongs_to(&mut self, known: &Known) {
+        (self.tenant, self.room) = (Some(Arc::clone(&known.tenant)), known.room.clone());
+    }
+
+    /// Takes a place among those that wait, of its key, its tenant and its `model`, until they are dropped: however the wait ends.
+    ///
+    /// # Errors
+    /// Too much waits already. Who has waited before is not refused.
+    pub fn takes_places(&self, model: Option<Room>, bytes: u64) -> Result<[Option<Place>; 3], Refused> {
+        let enter = |room: Option<&Room>| room.map(|room| room.enter(bytes, self.queued.is_some())).transpose();
+        Ok([enter(self.room.as_ref())?, enter(self.tenant().and_then(Tenant::room))?, enter(model.as_ref())?])
     }
 
     /// Whose request it is, where keys are asked for.

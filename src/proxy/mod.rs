@@ -216,11 +216,11 @@ impl Proxy {
         if headers::size(&head) > live.snapshot.edge.max_head {
             return Err(Failure::HeadTooLarge { limit: live.snapshot.edge.max_head });
         }
-        let tenant = live.tenancy.as_ref().map(|tenancy| tenancy.who(&head.headers, account.from())).transpose()?;
-        if let Some(tenant) = tenant {
-            account.belongs_to(tenant);
+        let known = live.tenancy.as_ref().map(|tenancy| tenancy.who(&head.headers, account.from())).transpose()?;
+        if let Some(known) = known {
+            account.belongs_to(known);
         }
-        let tenant = tenant.map(Arc::as_ref);
+        let tenant = known.map(|known| known.tenant.as_ref());
         if let Some(list) = models::answer(&live, tenant, &head) {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
@@ -329,10 +329,12 @@ impl Outgoing {
     async fn run(&mut self, routed: &Routed<'_>, account: &mut Account) -> Result<Answered, Failure> {
         let mut last = None;
         loop {
+            let places = account.takes_places(routed.pool.room(account.model()), self.held.bytes.len() as u64)?;
             let permit = match self.slot(routed, account).await {
                 Ok(permit) => permit,
                 Err(rejection) => return self.turned_away(rejection, last),
             };
+            drop(places);
             let backend = permit.backend();
             self.excluded.push(backend);
             // Without a target it has just left the pool, and nothing was tried.

@@ -14,7 +14,7 @@ use super::upstream::UpstreamError;
 use crate::config::SlowStream;
 use crate::dispatcher::Rejection;
 use crate::scheduler::Reason;
-use crate::tenancy::{Refused, What};
+use crate::tenancy::{Full, Refused, What, Whose};
 
 /// Says in one word why a request was refused or failed.
 pub const REASON: HeaderName = HeaderName::from_static("x-headway-reason");
@@ -105,6 +105,17 @@ impl Failure {
             Failure::Refused(Refused::Rate { what: What::InputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_input_tokens"),
             Failure::Refused(Refused::Rate { what: What::OutputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_output_tokens"),
             Failure::Refused(Refused::Concurrent(_)) => (StatusCode::TOO_MANY_REQUESTS, "concurrent_requests"),
+            Failure::Refused(Refused::Waiting { whose, what }) => {
+                let reason = match (whose, what) {
+                    (Whose::Key, Full::Requests(_)) => "key_queue_requests",
+                    (Whose::Key, Full::Bytes(_)) => "key_queue_bytes",
+                    (Whose::Tenant, Full::Requests(_)) => "tenant_queue_requests",
+                    (Whose::Tenant, Full::Bytes(_)) => "tenant_queue_bytes",
+                    (Whose::Model, Full::Requests(_)) => "model_queue_requests",
+                    (Whose::Model, Full::Bytes(_)) => "model_queue_bytes",
+                };
+                (StatusCode::TOO_MANY_REQUESTS, reason)
+            }
             Failure::BadHeader(_) => (StatusCode::BAD_REQUEST, "invalid_header"),
             Failure::HeadTooLarge { .. } => (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "head_too_large"),
             Failure::UnknownPath(_) => (StatusCode::NOT_FOUND, "unknown_path"),
@@ -280,6 +291,9 @@ mod tests {
             (rate(What::InputTokens), 429, "rate_limit_input_tokens", Some("2")),
             (rate(What::OutputTokens), 429, "rate_limit_output_tokens", Some("2")),
             (Refused::Concurrent(5).into(), 429, "concurrent_requests", Some("1")),
+            (Refused::Waiting { whose: Whose::Key, what: Full::Requests(5) }.into(), 429, "key_queue_requests", Some("1")),
+            (Refused::Waiting { whose: Whose::Tenant, what: Full::Requests(5) }.into(), 429, "tenant_queue_requests", Some("1")),
+            (Refused::Waiting { whose: Whose::Model, what: Full::Bytes(5) }.into(), 429, "model_queue_bytes", Some("1")),
             (Failure::UnknownPath("/x".into()), 404, "unknown_path", None),
             (Failure::WrongMethod { path: "/v1/models".into(), allowed: "GET" }, 405, "wrong_method", None),
             (Failure::HeadTooLarge { limit: 5 }, 431, "head_too_large", None),

@@ -3,11 +3,12 @@
 //! A request shows a key, whose SHA-256 names its tenant. What it takes from its tenant's limits it holds as an [`Admission`]: dropped with the request, that
 //! gives back what was not used, whatever became of it.
 //!
-//! `allowance` so much a minute · `key` making keys · `priority` how urgent · `strangers` who shows keys that nobody has.
+//! `allowance` so much a minute · `key` making keys · `priority` how urgent · `room` how much of an owner may wait · `strangers` who shows keys that nobody has.
 
 mod allowance;
 mod key;
 mod priority;
+mod room;
 mod strangers;
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,6 +24,7 @@ use tokio::time::Instant;
 pub use allowance::{Allowance, Standing};
 pub use key::{KeyHash, NewKey, NoChance, NotAHash};
 pub use priority::Priority;
+pub use room::{Full, Place, Room, Whose};
 
 use strangers::Strangers;
 
@@ -38,13 +40,20 @@ const NEWEST: f64 = 0.05;
 
 /// All tenants of one snapshot.
 pub struct Tenancy {
-    by_key: HashMap<KeyHash, Arc<Tenant>>,
+    by_key: HashMap<KeyHash, Known>,
     tenants: BTreeMap<String, Arc<Tenant>>,
     /// How often each address has shown keys that are nobody's. Goes on over reloads.
     strangers: Arc<Strangers>,
     /// How often it may, per minute.
     unknown_per_minute: u32,
     next_id: u32,
+}
+
+/// What is known of a key.
+pub struct Known {
+    pub tenant: Arc<Tenant>,
+    /// Where what shows this key waits, if that has limits.
+    pub room: Option<Room>,
 }
 
 /// One tenant.
@@ -54,6 +63,7 @@ pub struct Tenant {
     meters: Arc<Meters>,
     /// Requests here, waiting or running. Goes on over reloads, whatever becomes of the limits.
     held: Arc<AtomicU64>,
+    room: Room,
 }
 
 /// What is counted against a tenant's limits.
@@ -81,6 +91,8 @@ pub enum Refused {
     Rate { what: What, limit: u64, wait: Duration },
     #[error("{0} requests of this API key's tenant are here already, which is as many as it may have at once")]
     Concurrent(u64),
+    #[error("{}", full(*.whose, *.what))]
+    Waiting { whose: Whose, what: Full },
 }
 
 /// What there is a limit of, per minute.
@@ -108,6 +120,13 @@ impl std::fmt::Display for What {
     }
 }
 
+fn full(whose: Whose, what: Full) -> String {
+    match what {
+        Full::Requests(most) => format!("{most} requests of {whose} wait for a backend already, which is as many as may"),
+        Full::Bytes(most) => format!("the bodies of the requests of {whose} that wait for a backend would exceed {most} bytes with this one"),
+    }
+}
+
 /// Whole seconds after which it is worth trying again.
 fn seconds(wait: Duration) -> u64 {
     (wait.as_secs_f64().ceil() as u64).max(1)
@@ -118,7 +137,7 @@ impl Refused {
     pub fn retry_after(&self) -> Option<u32> {
         match self {
             Refused::Rate { wait, .. } | Refused::UnknownKeys { wait, .. } => Some(u32::try_from(seconds(*wait)).unwrap_or(u32::MAX)),
-            Refused::Concurrent(_) => Some(1),
+            Refused::Concurrent(_) | Refused::Waiting { .. } => Some(1),
             Refused::NoKey | Refused::UnknownKey | Refused::Model(_) => None,
         }
     }
@@ -144,8 +163,13 @@ impl Tenancy {
                 _ => Arc::new(Meters::new(settings.limits, now)),
             };
             let held = known.map(|known| Arc::clone(&known.held)).unwrap_or_default();
-            let tenant = Arc::new(Tenant { settings: Arc::clone(settings), id, meters, held });
-            by_key.extend(settings.keys.iter().map(|key| (*key, Arc::clone(&tenant))));
+            let room = Room::new(Whose::Tenant, settings.queue, known.map(|known| &known.room));
+            let tenant = Arc::new(Tenant { settings: Arc::clone(settings), id, meters, held, room });
+            by_key.extend(settings.keys.iter().map(|key| {
+                let room_before = before.and_then(|before| before.by_key.get(&key.hash)?.room.as_ref());
+                let room = key.queue.is_limited().then(|| Room::new(Whose::Key, key.queue, room_before));
+                (key.hash, Known { tenant: Arc::clone(&tenant), room })
+            }));
             tenants.insert(settings.name.clone(), tenant);
         }
         let strangers = before.map_or_else(|| Arc::new(Strangers::new(now)), |before| Arc::clone(&before.strangers));
@@ -156,7 +180,7 @@ impl Tenancy {
     ///
     /// # Errors
     /// There is no key, or nobody's, or that too often from the same address. What comes with a known key is never held against its address, nor the reverse.
-    pub fn who(&self, headers: &HeaderMap, from: Option<IpAddr>) -> Result<&Arc<Tenant>, Refused> {
+    pub fn who(&self, headers: &HeaderMap, from: Option<IpAddr>) -> Result<&Known, Refused> {
         let key = shown(headers).ok_or(Refused::NoKey)?;
         self.by_key.get(&KeyHash::of(key)).ok_or_else(|| match self.strangers.take(from, self.unknown_per_minute, Instant::now()) {
             Ok(()) => Refused::UnknownKey,
@@ -203,6 +227,11 @@ impl Tenant {
     /// Whether it may ask for this model, as clients call it.
     pub fn may_use(&self, model: &str) -> bool {
         self.settings.models.as_ref().is_none_or(|models| models.contains(model))
+    }
+
+    /// Where its requests wait, if that has limits.
+    pub fn room(&self) -> Option<&Room> {
+        Some(&self.room).filter(|_| self.settings.queue.is_limited())
     }
 
     /// Requests of it that are here now.
@@ -345,6 +374,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
+    use crate::config::{QueueLimits, TenantKey};
     use crate::scheduler::Weight;
 
     fn settings(name: &str, key: &str, limits: TenantLimits) -> Arc<TenantSettings> {
@@ -355,7 +385,8 @@ mod tests {
             max_priority: Priority::Normal,
             models,
             limits,
-            keys: vec![KeyHash::of(key.as_bytes())],
+            queue: QueueLimits::default(),
+            keys: vec![TenantKey { hash: KeyHash::of(key.as_bytes()), queue: QueueLimits::default() }],
         })
     }
 
@@ -374,7 +405,7 @@ mod tests {
             None,
             Instant::now(),
         );
-        let who = |headers: HeaderMap| tenancy.who(&headers, None).map(|tenant| tenant.name().to_owned());
+        let who = |headers: HeaderMap| tenancy.who(&headers, None).map(|known| known.tenant.name().to_owned());
         for (name, value) in [("authorization", "Bearer hw-b"), ("authorization", "bearer  hw-b "), ("x-api-key", "hw-b"), ("api-key", "hw-b")] {
             assert_eq!(who(headers(name, value)), Ok("b".into()), "{name}: {value}");
         }
@@ -382,7 +413,7 @@ mod tests {
         assert_eq!(who(headers("authorization", "Basic aHctYjpody1i")), Err(Refused::NoKey));
         assert_eq!(who(headers("authorization", "Bearer hw-c")), Err(Refused::UnknownKey));
         assert_eq!(who(headers("authorization", "Bearer ")), Err(Refused::UnknownKey));
-        let tenant = tenancy.who(&headers("x-api-key", "hw-a"), None).unwrap();
+        let tenant = &tenancy.who(&headers("x-api-key", "hw-a"), None).unwrap().tenant;
         assert!(tenant.may_use("llama") && !tenant.may_use("qwen"));
     }
 
@@ -393,7 +424,7 @@ mod tests {
         // What was counted goes on over a reload.
         let second = Tenancy::new(&one, Some(&first), Instant::now());
         let from = Some(IpAddr::from([10, 0, 0, 1]));
-        let who = |tenancy: &Tenancy, key, from| tenancy.who(&headers("x-api-key", key), from).map(|tenant| tenant.name().to_owned());
+        let who = |tenancy: &Tenancy, key, from| tenancy.who(&headers("x-api-key", key), from).map(|known| known.tenant.name().to_owned());
         for tenancy in [&first, &second, &first] {
             assert_eq!(who(tenancy, "hw-wrong", from), Err(Refused::UnknownKey));
         }

@@ -336,3 +336,94 @@ def test_a_mistake_in_the_keys_file_keeps_the_last_good_one(launch):
     assert secret not in answer.text
     assert secret not in gateway.output()
     assert post(gateway, chat(), headers=bearer(good)).status_code == 200
+
+
+def reasons(calls):
+    return [call.response.headers["x-headway-reason"] for call in calls if call.response is not None and call.response.status_code == 429]
+
+
+@pytest.mark.parametrize("whose", ["key", "tenant", "model"])
+def test_so_much_of_one_owner_may_wait_and_every_place_comes_back(launch, whose):
+    limits = {"queue_requests": 2}
+    tenants = Tenants(launch.folder, one={"limits": limits} if whose == "tenant" else {}, other={})
+    if whose == "key":
+        tenants.entries["one"]["keys"] = [{"sha256": tenants.entries["one"]["keys"][0], "limits": limits}]
+        tenants.write()
+    backend = launch.backend(gate)
+    models = [{"name": "sim", "limits": limits}] if whose == "model" else ["sim"]
+    chat_pool = {**pool([*models, "big"], backend), "limits": {"queue_requests": 100}}
+    chat_pool["backends"][0]["slots"] = 1
+    gateway = launch.gateway(chat_pool, keys=tenants.section).healthy(1)
+    key = bearer(tenants.keys["one"])
+
+    def full():
+        """One runs, two wait, and the next is told."""
+        start = len(backend.exchanges)
+        running = Call(gateway, chat(), headers=key)
+        backend.exchange(start)
+        waiting = [Call(gateway, chat(), headers=key) for _ in range(2)]
+        gateway.wait_waiting(2)
+        refused = post(gateway, chat(), headers=key)
+        assert (refused.status_code, error(refused)["code"]) == (429, f"{whose}_queue_requests")
+        assert refused.headers["retry-after"] == "1"
+        return running, waiting
+
+    running, waiting = full()
+    elsewhere = chat(model="big" if whose == "model" else "sim")
+    another = Call(gateway, elsewhere, headers=bearer(tenants.keys["other"]))
+    gateway.wait_waiting(3)
+    backend.answer = lambda exchange: exchange.reply(body=completion())
+    backend.release_all()
+    assert [call.result().status_code for call in [running, *waiting, another]] == [200] * 4
+
+    # Places of those who leave while they wait, and of those who wait too long, come back as well.
+    backend.answer = gate
+    running, waiting = full()
+    gone = [Call(gateway, chat(), headers={**key, "x-request-timeout": "0.2"}) for _ in range(3)]
+    for call in gone:
+        call.join(30)
+    assert reasons(gone) == [f"{whose}_queue_requests"] * 3, "they never waited"
+    backend.answer = lambda exchange: exchange.reply(body=completion())
+    backend.release_all()
+    assert [call.result().status_code for call in [running, *waiting]] == [200] * 3
+    backend.answer = gate
+    start = len(backend.exchanges)
+    running = Call(gateway, chat(), headers=key)
+    backend.exchange(start)
+    for _ in range(3):
+        late = [Call(gateway, chat(), headers={**key, "x-request-timeout": "0.2"}) for _ in range(2)]
+        # What the queue has learnt may tell one at once that its time is too short.
+        assert {call.result().headers["x-headway-reason"] for call in late} <= {"total_timeout", "shed"}
+        left = [Call(gateway, chat(), headers=key, timeout=0.5) for _ in range(2)]
+        for call in left:
+            call.join(30)
+        assert all(isinstance(call.failure, httpx.TimeoutException) for call in left)
+        gateway.wait_waiting(0)
+    waiting = [Call(gateway, chat(), headers=key) for _ in range(2)]
+    gateway.wait_waiting(2)
+    backend.release_all()
+    backend.exchange(start + 1).released.set()
+    backend.exchange(start + 2).released.set()
+    assert [call.result().status_code for call in [running, *waiting]] == [200] * 3
+
+
+def test_bytes_that_may_wait(launch):
+    tenants = Tenants(launch.folder, one={"limits": {"queue_bytes": "4KiB"}})
+    backend = launch.backend(gate)
+    chat_pool = pool("sim", backend)
+    chat_pool["backends"][0]["slots"] = 1
+    gateway = launch.gateway(chat_pool, keys=tenants.section).healthy(1)
+    key = bearer(tenants.keys["one"])
+    running = Call(gateway, chat(), headers=key)
+    backend.exchange(0)
+    waiting = Call(gateway, chat("x" * 8000), headers=key)
+    gateway.wait_waiting(1)
+    refused = post(gateway, chat(), headers=key)
+    assert (refused.status_code, error(refused)["code"]) == (429, "tenant_queue_bytes")
+    shown = httpx.get(gateway.admin + "/admin/tenants", timeout=PATIENCE).json()["tenants"][0]["queue"]
+    assert shown["requests"] == 1 and shown["bytes"] > 8000 and (shown["most_requests"], shown["most_bytes"]) == (None, 4096)
+    backend.exchange(0).released.set()
+    backend.exchange(1).released.set()
+    assert (running.result().status_code, waiting.result().status_code) == (200, 200)
+    shown = httpx.get(gateway.admin + "/admin/tenants", timeout=PATIENCE).json()["tenants"][0]["queue"]
+    assert (shown["requests"], shown["bytes"]) == (0, 0)
