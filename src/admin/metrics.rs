@@ -99,6 +99,7 @@ struct Now {
     in_flight: Family<Labels, Gauge>,
     window: Family<Labels, Gauge>,
     standing: Family<Labels, Gauge>,
+    wedged: Family<Labels, Gauge>,
     engine_running: Family<Labels, Gauge>,
     engine_waiting: Family<Labels, Gauge>,
     engine_kv: Family<Labels, Number>,
@@ -166,6 +167,7 @@ impl Now {
             let series = with(&labels, "standing", standing(possible));
             self.standing.get_or_create(&series).set(i64::from(known.standing == possible));
         }
+        self.wedged.get_or_create(&labels).set(i64::from(known.wedged));
         if let Some(queue) = queue {
             self.backend_waiting.get_or_create(&labels).set(whole(queue.waiting));
             self.in_flight.get_or_create(&labels).set(queue.in_flight.into());
@@ -213,6 +215,7 @@ impl Now {
         registry.register("backend_waiting", "Requests in the backend's queue here", self.backend_waiting);
         registry.register("backend_in_flight", "Requests that hold a slot of the backend", self.in_flight);
         registry.register("backend_window", "Requests that the backend may hold", self.window);
+        registry.register("backend_wedged", "Whether the backend holds requests and gives no sign of life", self.wedged);
         registry.register("backend_standing", "Which standing the backend has", self.standing);
         registry.register("engine_running", "Requests in the engine's batch, by its own metrics", self.engine_running);
         registry.register("engine_waiting", "Requests in the engine's own queue, by its own metrics", self.engine_waiting);

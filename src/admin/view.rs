@@ -165,6 +165,7 @@ pub(super) fn backend(view: &fleet::BackendView) -> Value {
         "engine": view.engine.map(fleet::EngineKind::as_str),
         "standing": standing(view.standing),
         "drained": view.drained,
+        "wedged": view.wedged,
         "models": *view.models,
         "slots": slots(view.slots),
         "kv_tokens": view.kv_tokens,

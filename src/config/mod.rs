@@ -84,6 +84,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
                 api_key: None,
                 kv_tokens: None,
                 priority: false,
+                wedged_after: DEFAULT_WEDGED_AFTER,
             });
         }
     }

@@ -199,6 +199,7 @@ pub(super) struct Pool {
     pub retry_budget: Option<Leaf<u64>>,
     pub resume: Option<Leaf<bool>>,
     pub slow_stream: Option<SlowStream>,
+    pub wedged_after: Option<Leaf<Duration>>,
 }
 
 #[derive(Deserialize)]

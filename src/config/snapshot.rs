@@ -76,6 +76,8 @@ pub const DEFAULT_MAX_SLOTS: u32 = 1024;
 /// The largest window that can be asked for.
 pub const MAX_SLOTS: u32 = 65_536;
 
+/// The silence of a backend from which on it counts as wedged when nothing else is said.
+pub const DEFAULT_WEDGED_AFTER: Duration = Duration::from_secs(60);
 /// Requests a minute from one address that may show unknown keys when nothing else is said.
 pub const DEFAULT_UNKNOWN_KEYS: u32 = 60;
 
@@ -319,6 +321,8 @@ pub struct BackendSettings {
     pub kv_tokens: Option<u64>,
     /// Send the queue key as the engine's own `priority` field (vLLM, SGLang); asks for an engine started with priority scheduling.
     pub priority: bool,
+    /// From which silence on it counts as wedged, unless that can be explained; its pool's.
+    pub wedged_after: Duration,
 }
 
 /// `http://host:port` with an optional path prefix.

@@ -554,6 +554,7 @@ impl Builder<'_> {
                 self.checker.bounded(Some(&slow.tokens_per_second), &place.key("tokens_per_second"), 0.001..=1000.0, 1.0, |rate| rate.to_string());
             SlowStream { tokens_per_second: rate, over: self.checker.duration(slow.over.as_ref(), &place.key("over"), DEFAULT_SLOW_OVER) }
         });
+        let wedged_after = self.checker.duration(raw.wedged_after.as_ref(), &place.key("wedged_after"), DEFAULT_WEDGED_AFTER);
         let backends_place = place.key("backends");
         if raw.backends.value.is_empty() {
             self.checker.problem(
@@ -565,7 +566,7 @@ impl Builder<'_> {
         let mut backends = Vec::new();
         for (index, raw) in raw.backends.value.iter().enumerate() {
             let place = backends_place.index(index);
-            if let Some(backend) = self.backend(raw, &place) {
+            if let Some(backend) = self.backend(raw, &place, wedged_after) {
                 self.unique_backend(urls, &backend.url, raw.url.text.referenced, &place.key("url"));
                 backends.push(backend);
             }
@@ -628,7 +629,7 @@ impl Builder<'_> {
         (models, queues)
     }
 
-    fn backend(&mut self, raw: &raw::Backend, place: &Place) -> Option<BackendSettings> {
+    fn backend(&mut self, raw: &raw::Backend, place: &Place, wedged_after: Duration) -> Option<BackendSettings> {
         let url = self.checker.read(&raw.url, &place.key("url"));
         let engine = self.checker.optional(raw.engine.as_ref(), &place.key("engine"), None);
         let slots = raw.slots.as_ref().and_then(|slots| self.slots(slots, &place.key("slots")));
@@ -636,7 +637,7 @@ impl Builder<'_> {
         let kv_tokens = raw.kv_tokens.as_ref().map(|leaf| self.checker.number(Some(leaf), &place.key("kv_tokens"), 128..=1 << 40, 1 << 20));
         let priority = self.checker.optional(raw.priority.as_ref(), &place.key("priority"), false);
         let api_key = self.secret(raw.api_key.as_ref(), raw.api_key_file.as_ref(), place);
-        Some(BackendSettings { url: url?, engine, slots, weight, api_key, kv_tokens, priority })
+        Some(BackendSettings { url: url?, engine, slots, weight, api_key, kv_tokens, priority, wedged_after })
     }
 
     fn slots(&mut self, raw: &TextOr<raw::Slots>, place: &Place) -> Option<Slots> {

@@ -1,13 +1,15 @@
 //! One backend: what is configured, what was learnt, how it is doing. The only place that tells the pool's dispatcher about it.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 
 use super::engines::{Capacity, EngineKind, Identity, TOLERANCE, UNKNOWN_SLOTS};
 use super::health::{Health, Observation, Probe, Siblings, Tolerance};
+use super::pulse::Pulse;
 use crate::config::{BackendSettings, BackendUrl};
 use crate::scheduler::{BackendId, BackendState, Load, Slots, Standing, Tokens};
 
@@ -31,6 +33,11 @@ struct Shared {
     state: Mutex<State>,
     /// A probe is wanted now.
     probe: Notify,
+    pulse: Pulse,
+    /// A sign of life is news.
+    wedged: AtomicBool,
+    /// How often it was ejected as wedged: what waits for its answer goes elsewhere then.
+    given_up: watch::Sender<u64>,
 }
 
 struct State {
@@ -52,6 +59,10 @@ struct State {
     /// When a request was last seen, for how often the load is worth reading.
     traffic_at: Option<Instant>,
     error: Option<String>,
+    /// Since when it is wedged.
+    wedged_since: Option<Instant>,
+    /// Its health as it was last looked at.
+    was: Standing,
 }
 
 /// What operators see of a backend.
@@ -75,6 +86,38 @@ pub struct BackendView {
     pub load: Load,
     /// The last failure of a probe or a metrics page, until one succeeds.
     pub error: Option<String>,
+    /// It held requests and gave no sign for longer than can be explained, and has given none since.
+    pub wedged: bool,
+}
+
+/// A request that was sent to a backend: there until it is dropped. Told of the signs of life that come.
+pub struct Beat {
+    shared: Arc<Shared>,
+    streamed: bool,
+    work: Duration,
+    given_up: watch::Receiver<u64>,
+}
+
+impl Beat {
+    /// A piece of its answer came, if it went well; comments are none.
+    pub fn sign(&self) {
+        self.shared.pulse.sign(Instant::now());
+        if self.shared.wedged.load(Ordering::Relaxed) {
+            self.shared.probe.notify_one();
+        }
+    }
+
+    /// Resolves when the backend has been ejected as wedged, and another one should be tried.
+    pub async fn given_up(&mut self) {
+        // The sender is in `shared`.
+        _ = self.given_up.changed().await;
+    }
+}
+
+impl Drop for Beat {
+    fn drop(&mut self) {
+        self.shared.pulse.ends(self.streamed, self.work, Instant::now());
+    }
 }
 
 impl Backend {
@@ -94,8 +137,17 @@ impl Backend {
             load_at: None,
             traffic_at: None,
             error: None,
+            wedged_since: None,
+            was: Standing::Probing,
         };
-        Backend { id, settings, shared: Arc::new(Shared { state: Mutex::new(state), probe: Notify::new() }) }
+        let shared = Shared {
+            state: Mutex::new(state),
+            probe: Notify::new(),
+            pulse: Pulse::new(Instant::now()),
+            wedged: AtomicBool::new(false),
+            given_up: watch::Sender::new(0),
+        };
+        Backend { id, settings, shared: Arc::new(shared) }
     }
 
     /// The same backend with other settings: it keeps its id, its standing and what was learnt. Its address must be the same.
@@ -134,16 +186,53 @@ impl Backend {
         self.state().health.known()
     }
 
+    /// A request is sent to it; `streamed` if its answer comes in pieces, `work` in seconds of its capacity, as expected.
+    pub fn begins(&self, streamed: bool, work: f64) -> Beat {
+        let work = Duration::try_from_secs_f64(work).unwrap_or_default();
+        self.shared.pulse.begins(streamed, work, Instant::now());
+        Beat { shared: Arc::clone(&self.shared), streamed, work, given_up: self.shared.given_up.subscribe() }
+    }
+
     /// The edge says how an attempt went.
     pub fn observe(&self, observation: Observation) {
         let mut state = self.state();
         state.traffic_at = Some(Instant::now());
+        if let Observation::Silent(span) = observation
+            && !self.shared.pulse.is_silent_for(span, Instant::now())
+        {
+            // One slow request among others that progress says nothing against the backend.
+            return;
+        }
         let tolerance = state.tolerance();
         let probe = state.health.observed(observation, tolerance);
         self.tell(&mut state);
         if probe {
             self.shared.probe.notify_one();
         }
+    }
+
+    /// Looks for signs of life; how long until it is worth looking again, if none comes. `None`: it has been ejected just now.
+    pub(super) fn look(&self) -> Option<Duration> {
+        let mut state = self.state();
+        let (now, pulse) = (Instant::now(), &self.shared.pulse);
+        if state.wedged_since.is_some_and(|since| !pulse.is_silent_for(now.saturating_duration_since(since), now)) {
+            state.health.gives_signs();
+        }
+        let left = match pulse.silence(state.settings.wedged_after, now) {
+            Some(Duration::ZERO) => {
+                let silence = state.settings.wedged_after;
+                let ejected = state.health.wedges(silence);
+                if ejected {
+                    // Whatever it is tried with later has the same time as the first.
+                    pulse.forget(now);
+                }
+                (!ejected).then_some(Duration::MAX)
+            }
+            Some(left) => Some(left),
+            None => Some(Duration::MAX),
+        };
+        self.tell(&mut state);
+        left
     }
 
     /// Takes it out for an operator, or puts it back.
@@ -178,7 +267,11 @@ impl Backend {
             kv_tokens,
             context_tokens,
             load: state.load,
-            error: state.error.clone(),
+            error: match state.wedged_since {
+                Some(since) => Some(format!("wedged for {} s: it holds requests and gives no sign of life", since.elapsed().as_secs())),
+                None => state.error.clone(),
+            },
+            wedged: state.wedged_since.is_some(),
         }
     }
 
@@ -273,6 +366,7 @@ impl Backend {
 
     /// Tells the listener what it does not know yet.
     fn tell(&self, state: &mut State) {
+        self.note_wedge(state);
         let news = state.news();
         if state.told.as_ref() == Some(&news) {
             return;
@@ -283,6 +377,22 @@ impl Backend {
             }
             listener.backend_changed(self.id, news.clone());
             state.told = Some(news);
+        }
+    }
+
+    fn note_wedge(&self, state: &mut State) {
+        let (wedged, standing) = (state.health.is_wedged(), state.health.standing());
+        let was = std::mem::replace(&mut state.was, standing);
+        if wedged != state.wedged_since.is_some() {
+            state.wedged_since = wedged.then(Instant::now);
+            self.shared.wedged.store(wedged, Ordering::Relaxed);
+            match wedged {
+                true => tracing::warn!(backend = %state.settings.url, ?standing, "wedged: it holds requests and gives no sign of life"),
+                false => tracing::info!(backend = %state.settings.url, ?standing, "no longer wedged"),
+            }
+        }
+        if wedged && standing == Standing::Ejected && was != Standing::Ejected {
+            self.shared.given_up.send_modify(|times| *times += 1);
         }
     }
 

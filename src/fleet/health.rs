@@ -9,6 +9,9 @@
 //!                               └──────────── one request answered ────────────── Probing ─┘
 //!                                       (or a second ready probe, if it was down)
 //! ```
+//!
+//! A wedged one - it holds requests and gives no sign, see `pulse` - is ejected as after transport failures, and comes back the same way, but by a sign only: neither a
+//! ready probe nor the head of an answer proves that its engine runs.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,8 +28,10 @@ pub enum Observation {
     Pushback,
     /// Another 5xx.
     ServerError,
-    /// Connect failed, reset, garbage, or a timeout before the first byte.
+    /// Connect failed, reset or garbage.
     Transport,
+    /// Nothing came for so long that the request was given up. Counts where no other request has seen a sign meanwhile.
+    Silent(Duration),
 }
 
 /// How an active probe went.
@@ -119,11 +124,28 @@ pub(super) struct Health {
     ejections: u32,
     /// The last probe was answered with 503.
     loading: bool,
+    /// It held requests and gave no sign; it has given none since.
+    wedged: bool,
+    /// How long that took.
+    silence: Duration,
 }
 
 impl Health {
     pub(super) fn new(siblings: Siblings) -> Self {
-        Health { phase: Phase::New, siblings, transport: 0, errors: 0, dead: 0, doubts: 0, good: 0, failed: 0, ejections: 0, loading: false }
+        Health {
+            phase: Phase::New,
+            siblings,
+            transport: 0,
+            errors: 0,
+            dead: 0,
+            doubts: 0,
+            good: 0,
+            failed: 0,
+            ejections: 0,
+            loading: false,
+            wedged: false,
+            silence: BACKOFF.0,
+        }
     }
 
     /// A backend that nothing is known of takes one request at a time, so that a start refuses nobody and loses at most one request to a dead backend.
@@ -145,7 +167,7 @@ impl Health {
         match observation {
             Observation::Answered => {
                 (self.transport, self.errors, self.doubts) = (0, 0, 0);
-                if self.phase == Phase::Probing {
+                if self.phase == Phase::Probing && !self.wedged {
                     // Probing -> Healthy: it has served a request.
                     self.become_healthy();
                 }
@@ -170,12 +192,13 @@ impl Health {
                 }
                 false
             }
-            Observation::Transport => {
+            Observation::Transport | Observation::Silent(_) => {
                 self.transport += 1;
                 match self.phase {
                     Phase::Healthy if self.transport >= TRANSPORT_FAILURES => {
                         // Healthy -> Ejected; the last one only a probe can eject.
                         self.eject_unless_last();
+                        self.wedged |= matches!(observation, Observation::Silent(_));
                     }
                     // Probing -> Ejected: it has not proved itself.
                     Phase::Probing => self.eject(),
@@ -201,7 +224,7 @@ impl Health {
                     // Ejected -> Probing: answering a probe is not serving.
                     Phase::Ejected => self.phase = Phase::Probing,
                     // Probing -> Healthy without a request: it was down, and now stays up.
-                    Phase::Probing if self.failed > 0 && self.good >= 2 => self.become_healthy(),
+                    Phase::Probing if self.failed > 0 && self.good >= 2 && !self.wedged => self.become_healthy(),
                     Phase::Probing => {}
                     Phase::Healthy => {
                         if self.good >= FORGIVEN {
@@ -211,6 +234,8 @@ impl Health {
                 }
             }
             Probe::Loading | Probe::Doubtful => {
+                // What loads has been started anew.
+                self.wedged &= probe != Probe::Loading;
                 self.good = 0;
                 self.dead = 0;
                 match self.phase {
@@ -230,6 +255,7 @@ impl Health {
                 }
             }
             Probe::Dead => {
+                self.wedged = false;
                 self.good = 0;
                 self.dead = self.dead.saturating_add(1);
                 match self.phase {
@@ -250,6 +276,32 @@ impl Health {
         }
     }
 
+    /// It holds requests and gives no sign for longer than can be explained, which is more than `silence`. Whether it has been ejected for that.
+    pub(super) fn wedges(&mut self, silence: Duration) -> bool {
+        (self.wedged, self.silence) = (true, silence);
+        let before = self.ejections;
+        match self.phase {
+            // Healthy -> Ejected, unless it is the last one.
+            Phase::Healthy => self.eject_unless_last(),
+            // Probing -> Ejected, if somebody else can take over.
+            Phase::New | Phase::Probing if self.siblings.anybody() => self.eject(),
+            Phase::New | Phase::Probing | Phase::Ejected => {}
+        }
+        self.ejections > before
+    }
+
+    /// A sign came after all.
+    pub(super) fn gives_signs(&mut self) {
+        if std::mem::take(&mut self.wedged) && matches!(self.phase, Phase::Ejected | Phase::Probing) {
+            // Ejected, Probing -> Healthy: that it answers probes was never in doubt.
+            self.become_healthy();
+        }
+    }
+
+    pub(super) fn is_wedged(&self) -> bool {
+        self.wedged
+    }
+
     /// How long to wait for the next probe, before jitter.
     pub(super) fn next_probe(&self) -> Duration {
         match self.phase {
@@ -258,6 +310,8 @@ impl Health {
             Phase::Healthy => HEALTHY_INTERVAL,
             Phase::Probing => SOON,
             Phase::Ejected if self.loading => SOON,
+            // The request that it is tried with may have to wait as long as the last one did.
+            Phase::Ejected if self.wedged => self.silence.clamp(BACKOFF.0, BACKOFF.1),
             Phase::Ejected => {
                 let exponent = (self.failed + self.ejections).saturating_sub(1).min(16);
                 BACKOFF.1.min(BACKOFF.0 * 2_u32.pow(exponent))
@@ -298,6 +352,7 @@ mod tests {
     use super::*;
 
     const TOLERANCE: Tolerance = Tolerance { errors: 5, doubts: 3 };
+    const LONG: Duration = Duration::from_secs(60);
 
     fn healthy(siblings: &Siblings) -> Health {
         let mut health = Health::new(siblings.clone());
@@ -416,6 +471,30 @@ mod tests {
     }
 
     #[test]
+    fn a_wedged_one_comes_back_by_a_sign_and_by_nothing_else() {
+        let siblings = Siblings::default();
+        let (mut health, mut other) = (healthy(&siblings), healthy(&siblings));
+        assert!(health.wedges(LONG) && health.is_wedged());
+        assert!(!other.wedges(LONG) && other.standing() == Standing::Healthy, "the last one stays, and says that it is wedged");
+        assert_eq!(health.next_probe(), BACKOFF.1);
+        probe(&mut health, Probe::Ready, 5);
+        observe(&mut health, Observation::Answered, 5);
+        assert_eq!(health.standing(), Standing::Probing, "an engine that has stopped may answer probes, and begin answers");
+        assert!(health.wedges(LONG), "the request that it was tried with had no sign either");
+        probe(&mut health, Probe::Ready, 1);
+        health.gives_signs();
+        assert_eq!((health.standing(), health.is_wedged()), (Standing::Healthy, false));
+        other.gives_signs();
+        assert!(!other.is_wedged());
+        // One that was started anew has nothing to prove.
+        assert!(health.wedges(LONG));
+        probe(&mut health, Probe::Dead, 2);
+        probe(&mut health, Probe::Loading, 2);
+        probe(&mut health, Probe::Ready, 1);
+        assert_eq!((health.standing(), health.is_wedged()), (Standing::Healthy, false));
+    }
+
+    #[test]
     fn slow_probes_do_not_eject_a_backend_that_answers_requests() {
         let siblings = Siblings::default();
         let (mut health, _other) = (healthy(&siblings), healthy(&siblings));
@@ -464,7 +543,7 @@ mod tests {
             random ^= random >> 7;
             random ^= random << 17;
             let health = &mut all[(random >> 8) as usize % 3];
-            match (random >> 16) % 8 {
+            match (random >> 16) % 11 {
                 0 => _ = health.observed(Observation::Answered, TOLERANCE),
                 1 => _ = health.observed(Observation::Pushback, TOLERANCE),
                 2 => _ = health.observed(Observation::ServerError, TOLERANCE),
@@ -472,6 +551,9 @@ mod tests {
                 4 => health.probed(Probe::Ready, TOLERANCE),
                 5 => health.probed(Probe::Loading, TOLERANCE),
                 6 => health.probed(Probe::Dead, TOLERANCE),
+                7 => _ = health.wedges(LONG),
+                8 => health.gives_signs(),
+                9 => _ = health.observed(Observation::Silent(SOON), TOLERANCE),
                 _ => health.probed(Probe::Doubtful, TOLERANCE),
             }
             let healthy = all.iter().filter(|health| health.standing() == Standing::Healthy).count();

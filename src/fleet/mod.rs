@@ -11,6 +11,7 @@ mod http;
 mod load;
 mod probe;
 mod prometheus;
+mod pulse;
 #[cfg(test)]
 mod tests;
 
@@ -18,7 +19,7 @@ use std::sync::Arc;
 
 use tokio::task::JoinHandle;
 
-pub use backend::{Backend, BackendView, Listener};
+pub use backend::{Backend, BackendView, Beat, Listener};
 pub use engines::{EngineKind, Priority};
 pub use health::{Observation, Siblings};
 

@@ -26,10 +26,15 @@ pub(super) async fn run(backend: Arc<Backend>) {
     let mut jitter = Jitter::new();
     let mut identified_at: Option<Instant> = None;
     loop {
-        let wait = jitter.around(backend.next_probe());
+        let look = backend.look();
+        let wait = jitter.around(backend.next_probe()).min(look.unwrap_or(Duration::MAX)).max(AT_MOST_EVERY);
         tokio::select! {
             () = sleep(wait) => {}
             () = backend.probe_wanted() => sleep(AT_MOST_EVERY).await,
+        }
+        // Before the probe, which may take its time, and which says nothing of what has just been ejected as wedged.
+        if backend.look().is_none() {
+            continue;
         }
         let settings = backend.newest_settings();
         http.set_key(settings.api_key.as_ref());

@@ -133,7 +133,16 @@ impl Watched {
 }
 
 fn settings(url: &str) -> BackendSettings {
-    BackendSettings { url: url.parse().unwrap(), engine: None, slots: None, weight: Weight::ONE, api_key: None, kv_tokens: None, priority: false }
+    BackendSettings {
+        url: url.parse().unwrap(),
+        engine: None,
+        slots: None,
+        weight: Weight::ONE,
+        api_key: None,
+        kv_tokens: None,
+        priority: false,
+        wedged_after: Duration::from_secs(60),
+    }
 }
 
 const MODELS_VLLM: &str =

@@ -11,6 +11,7 @@ use http::{HeaderMap, HeaderValue, Method, StatusCode};
 use tokio::time::Instant;
 
 use super::api::Api;
+use super::response::Failure;
 use super::stream::{Finish, Seen};
 use crate::config::Pool;
 use crate::dispatcher::{Asker, Ticket};
@@ -358,6 +359,15 @@ impl Account {
     pub fn observe(&self, observation: Observation) {
         if let Some(target) = &self.target {
             target.backend.observe(observation);
+        }
+    }
+
+    /// The backend learns why its answer does not come to its end.
+    pub fn broke_off(&self, failure: &Failure) {
+        match failure {
+            Failure::CutShort => self.observe(Observation::Transport),
+            Failure::InterChunk(after) => self.observe(Observation::Silent(*after)),
+            _ => {}
         }
     }
 

@@ -404,11 +404,19 @@ impl Outgoing {
             account.sent(request.headers_mut());
             request
         };
-        let answer = match target.connections.send(waits, request).await {
+        let mut beat = target.backend.begins(self.prompt.stream, permit.facts().work);
+        let sent = tokio::select! {
+            biased;
+            answer = target.connections.send(waits, request) => answer,
+            () = beat.given_up() => Err(UpstreamError::Wedged),
+        };
+        let mut answer = match sent {
             Ok(answer) => answer,
             Err(error) => {
-                if !matches!(error, UpstreamError::TotalTimeout) {
-                    account.observe(Observation::Transport);
+                match error {
+                    UpstreamError::TotalTimeout | UpstreamError::Wedged => {}
+                    UpstreamError::FirstByteTimeout(after) => account.observe(Observation::Silent(after)),
+                    _ => account.observe(Observation::Transport),
                 }
                 tracing::debug!(backend = %target.backend.settings().url, %error, "attempt failed");
                 permit.finish(Ending::Failed { output: 0 });
@@ -418,6 +426,9 @@ impl Outgoing {
 
         let mut head = answer.head;
         let (observation, ending) = judge(head.status);
+        if head.status.is_success() {
+            answer.body.beats(beat);
+        }
         account.observe(observation);
         account.answered(head.status);
         headers::strip_response(&mut head.headers);
@@ -455,9 +466,7 @@ impl Outgoing {
                 }
                 Ok(None) => {}
                 Err(failure) => {
-                    if matches!(failure, Failure::CutShort) {
-                        account.observe(Observation::Transport);
-                    }
+                    account.broke_off(&failure);
                     permit.finish(Ending::Failed { output: 0 });
                     return Err(failure);
                 }

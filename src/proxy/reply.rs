@@ -517,8 +517,8 @@ impl Reply {
 
     /// Gives back what the answer held of its backend, unless that is done already.
     fn backend_failed(&mut self, failure: &Failure) {
-        if self.upstream.take().is_some() && matches!(failure, Failure::CutShort) {
-            self.account.observe(Observation::Transport);
+        if self.upstream.take().is_some() {
+            self.account.broke_off(failure);
         }
         let output = self.observer.as_ref().map_or(0, |observer| observer.seen().here());
         if let Some(permit) = self.permit.take() {

@@ -81,6 +81,7 @@ fn upstream(error: &UpstreamError) -> String {
         UpstreamError::Connect(_) => "the backend cannot be reached".to_owned(),
         UpstreamError::ConnectTimeout(after) => format!("the backend could not be reached within {after:?} (connect timeout)"),
         UpstreamError::FirstByteTimeout(after) => format!("the backend sent nothing within {after:?} (first byte timeout)"),
+        UpstreamError::Wedged => "the backend gives no sign of life".to_owned(),
         UpstreamError::TotalTimeout => "the request was not answered within its total time (total timeout)".to_owned(),
         UpstreamError::Broken(_) => "the backend broke before it answered".to_owned(),
     }
@@ -125,6 +126,7 @@ impl Failure {
             Failure::Upstream(UpstreamError::Connect(_)) => (StatusCode::BAD_GATEWAY, "connect_failed"),
             Failure::Upstream(UpstreamError::ConnectTimeout(_)) => (StatusCode::GATEWAY_TIMEOUT, "connect_timeout"),
             Failure::Upstream(UpstreamError::FirstByteTimeout(_)) => (StatusCode::GATEWAY_TIMEOUT, "first_byte_timeout"),
+            Failure::Upstream(UpstreamError::Wedged) => (StatusCode::GATEWAY_TIMEOUT, "backend_wedged"),
             Failure::Upstream(UpstreamError::Broken(_)) | Failure::CutShort => (StatusCode::BAD_GATEWAY, "backend_broke"),
             Failure::InterChunk(_) => (StatusCode::GATEWAY_TIMEOUT, "inter_chunk_timeout"),
             Failure::SlowStream(_) => (StatusCode::GATEWAY_TIMEOUT, "slow_stream"),
@@ -314,6 +316,7 @@ mod tests {
             (UpstreamError::ConnectTimeout(second).into(), 504, "connect_timeout", None),
             (UpstreamError::FirstByteTimeout(second).into(), 504, "first_byte_timeout", None),
             (UpstreamError::TotalTimeout.into(), 504, "total_timeout", None),
+            (UpstreamError::Wedged.into(), 504, "backend_wedged", None),
             (Failure::InterChunk(second), 504, "inter_chunk_timeout", None),
             (Failure::SlowStream(SlowStream { tokens_per_second: 0.5, over: second }), 504, "slow_stream", None),
             (Failure::Total(second), 504, "total_timeout", None),

@@ -64,7 +64,12 @@ pub trait Handler: Send + Sync + 'static {
     fn begin(&self, runtime: Handle) -> impl Future<Output = ()> + Send;
 
     /// Answers one request of a connection that comes `from` there. The future, and then the body, are dropped when the client leaves: at once, after `uploading` is dropped.
-    fn handle(self: Arc<Self>, request: Request<Incoming>, from: Option<IpAddr>, uploading: Uploading) -> impl Future<Output = Response<Self::Body>> + Send;
+    fn handle(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+        from: Option<IpAddr>,
+        uploading: Uploading,
+    ) -> impl Future<Output = Response<Self::Body>> + Send;
 
     /// The limits that hold now; asked once per connection.
     fn limits(&self) -> Edge;

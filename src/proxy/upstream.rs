@@ -24,6 +24,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::api::Payload;
 use crate::config::BackendUrl;
+use crate::fleet::Beat;
 
 /// How long a connection is kept for the next request. Shorter than the 5 s after which uvicorn, and so vLLM, closes it.
 const KEPT: Duration = Duration::from_secs(4);
@@ -68,6 +69,9 @@ pub enum UpstreamError {
     FirstByteTimeout(Duration),
     #[error("the request's total time is over")]
     TotalTimeout,
+    /// Ejected while it was waited for: it gives no sign of life.
+    #[error("the backend is wedged")]
+    Wedged,
     /// Closed too early, or not HTTP.
     #[error("{0}")]
     Broken(String),
@@ -194,13 +198,20 @@ pub struct AnswerBody {
     ended: bool,
     /// The body ends where the connection does: a cut cannot be told from an end.
     until_close: bool,
+    /// Told of what comes.
+    beat: Option<Beat>,
 }
 
 impl AnswerBody {
     fn new(wire: Box<Wire>, incoming: Incoming, head: &response::Parts, pool: &Arc<Pool>) -> AnswerBody {
         let until_close =
             !incoming.is_end_stream() && incoming.size_hint().exact().is_none() && !head.headers.contains_key(http::header::TRANSFER_ENCODING);
-        AnswerBody { wire: Some(wire), incoming, pool: Arc::downgrade(pool), failure: None, ended: false, until_close }
+        AnswerBody { wire: Some(wire), incoming, pool: Arc::downgrade(pool), failure: None, ended: false, until_close, beat: None }
+    }
+
+    /// Lets the backend's fleet know of what comes, until there is no more.
+    pub fn beats(&mut self, beat: Beat) {
+        self.beat = Some(beat);
     }
 
     /// The body ends where the connection does, so that its end proves nothing.
@@ -231,6 +242,9 @@ impl AnswerBody {
                     moved = false;
                     // Trailers are not passed on.
                     let Ok(data) = frame.into_data() else { continue };
+                    if let Some(beat) = self.beat.as_ref().filter(|_| !data.starts_with(b":")) {
+                        beat.sign();
+                    }
                     if first.is_empty() {
                         first = data;
                         if first.len() >= LONG {
@@ -284,6 +298,7 @@ impl AnswerBody {
     /// Keeps the connection if it can carry another request.
     fn end(&mut self, cx: &mut Context<'_>) {
         self.ended = true;
+        self.beat = None;
         let (Some(mut wire), Some(pool)) = (self.wire.take(), self.pool.upgrade()) else { return };
         if Pin::new(&mut wire.driver).poll(cx).is_pending() && wire.sender.is_ready() {
             pool.put(wire);
@@ -292,6 +307,7 @@ impl AnswerBody {
 
     fn close(&mut self) {
         self.ended = true;
+        self.beat = None;
         self.wire = None;
     }
 }
