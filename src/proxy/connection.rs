@@ -20,7 +20,7 @@ const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 /// How long a connection may be kept without a request. Longer than the 60 s of common load balancers, so that they are the ones who close.
 const IDLE: Duration = Duration::from_secs(75);
 /// How long a client may take none of the bytes that are ready for it.
-const STALLED: Duration = Duration::from_secs(60);
+pub(super) const STALLED: Duration = Duration::from_secs(60);
 /// Bytes that are read ahead to notice a client that left; who pipelines more than this is noticed when its turn comes.
 const AHEAD: usize = 16 << 10;
 

@@ -3,6 +3,7 @@
 //! pingora's own graceful shutdown sleeps for a fixed time and then cuts what still streams. Here a [`Shutdown`] waits for what is open, at most as long as
 //! the configuration says, and only then ends pingora, quickly.
 
+use std::cell::Cell;
 use std::convert::Infallible;
 use std::future::Future;
 use std::io;
@@ -11,7 +12,7 @@ use std::os::fd::IntoRawFd;
 use std::path::{Path, PathBuf};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -20,9 +21,10 @@ use http::header::{CONNECTION, HeaderValue};
 use http::{Request, Response, Version};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
+use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulConnection;
 use pingora::apps::ServerApp;
 use pingora::listeners::tls::TlsSettings;
@@ -34,9 +36,10 @@ use pingora::services::listening;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
+use tokio::time::{Instant, Sleep};
 
 pub use super::connection::Uploading;
-use super::connection::{Downstream, InProgress, Protocol, Vitals};
+use super::connection::{Downstream, InProgress, Protocol, STALLED, Vitals};
 use crate::config::{Edge, Tls};
 
 /// Streams that one HTTP/2 connection may have open.
@@ -259,6 +262,7 @@ impl<H: Handler> App<H> {
                 if last {
                     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 }
+                handed_on(true);
                 Ok::<_, Infallible>(response.map(|body| Tracked { body, _in_progress: in_progress }))
             }
         });
@@ -274,7 +278,7 @@ impl<H: Handler> App<H> {
                 drive(connection, &vitals, phase).await;
             }
             Protocol::Http2 => {
-                let connection = http2::Builder::new(TokioExecutor::new())
+                let connection = http2::Builder::new(Streams)
                     .max_concurrent_streams(STREAMS)
                     .max_header_list_size(u32::try_from(limits.max_head.saturating_mul(OVER)).unwrap_or(u32::MAX))
                     .keep_alive_interval(PING)
@@ -326,6 +330,50 @@ async fn drive<C: GracefulConnection>(connection: C, vitals: &Vitals, mut phase:
     .await;
 }
 
+tokio::task_local! {
+    /// Since when the client of an HTTP/2 stream has something to take; `None` while it is waited for the backend.
+    static HANDED_ON: Cell<Option<Instant>>;
+}
+
+/// Whether the client of this stream has something to take, from now on.
+fn handed_on(something: bool) {
+    // On HTTP/1.1 the connection itself watches what is taken.
+    _ = HANDED_ON.try_with(|since| since.set(something.then(Instant::now)));
+}
+
+/// Carries the streams of HTTP/2 connections. A stream whose client opens no window is not polled, so that no timeout of its answer could fire, and the slot that
+/// it holds would be its client's for as long as it answers pings: here such a stream ends like a connection of HTTP/1.1 whose client takes nothing.
+#[derive(Clone, Copy)]
+struct Streams;
+
+impl<F: Future<Output: Send + 'static> + Send + 'static> Executor<F> for Streams {
+    fn execute(&self, stream: F) {
+        tokio::spawn(HANDED_ON.scope(Cell::new(None), until_stalled(stream)));
+    }
+}
+
+/// Polls a stream to its end, or until its client has taken nothing for too long.
+async fn until_stalled(stream: impl Future) {
+    let mut stream = pin!(stream);
+    // Its deadline is only ever too early.
+    let mut patience: Option<Pin<Box<Sleep>>> = None;
+    std::future::poll_fn(|cx| {
+        if stream.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(());
+        }
+        loop {
+            let Some(until) = HANDED_ON.with(Cell::get).map(|since| since + STALLED) else { return Poll::Pending };
+            let patience = patience.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(until)));
+            ready!(patience.as_mut().poll(cx));
+            if until <= Instant::now() {
+                return Poll::Ready(());
+            }
+            patience.as_mut().reset(until);
+        }
+    })
+    .await;
+}
+
 /// A body that counts as a request in progress until it is dropped.
 struct Tracked<B> {
     body: B,
@@ -337,7 +385,9 @@ impl<B: Body + Unpin> Body for Tracked<B> {
     type Error = B::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
-        Pin::new(&mut self.body).poll_frame(cx)
+        let frame = Pin::new(&mut self.body).poll_frame(cx);
+        handed_on(frame.is_ready());
+        frame
     }
 
     fn is_end_stream(&self) -> bool {
@@ -519,7 +569,62 @@ fn tls_settings(tls: &Tls) -> Result<TlsSettings, ServerError> {
 
 #[cfg(test)]
 mod tests {
+    use http_body_util::BodyExt;
+    use hyper::client::conn::http2 as client;
+    use hyper_util::rt::TokioExecutor;
+    use tokio::sync::oneshot;
+
     use super::*;
+
+    /// Always has more, and says when it is dropped.
+    struct Endless(Option<oneshot::Sender<()>>);
+
+    impl Body for Endless {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(&[b'x'; 1024])))))
+        }
+    }
+
+    impl Drop for Endless {
+        fn drop(&mut self) {
+            _ = self.0.take().map(|gone| gone.send(()));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stream_ends_whose_client_takes_nothing_and_its_neighbour_goes_on() {
+        let (near, far) = tokio::io::duplex(64 << 10);
+        let vitals = Arc::<Vitals>::default();
+        let (first, mut first_gone) = oneshot::channel();
+        let (second, mut second_gone) = oneshot::channel();
+        let bodies = Mutex::new(vec![Endless(Some(second)), Endless(Some(first))]);
+        let service = service_fn(move |_| {
+            handed_on(true);
+            let body = bodies.lock().unwrap().pop().unwrap();
+            let response = Response::new(Tracked { body, _in_progress: vitals.begin() });
+            async move { Ok::<_, Infallible>(response) }
+        });
+        tokio::spawn(http2::Builder::new(Streams).serve_connection(TokioIo::new(near), service));
+        let (mut sender, connection) =
+            client::Builder::new(TokioExecutor::new()).initial_stream_window_size(4096).handshake(TokioIo::new(far)).await.unwrap();
+        tokio::spawn(connection);
+        let mut ask = async || sender.send_request(Request::new(String::new())).await.unwrap().into_body();
+        let (held, mut read) = (ask().await, ask().await);
+        let started = Instant::now();
+        while first_gone.try_recv().is_err() {
+            // A slow reader: a little every ten seconds.
+            read.frame().await.unwrap().unwrap();
+            tokio::time::sleep(Duration::from_secs(10)).await;
+            assert!(started.elapsed() < 2 * STALLED, "nobody ended it");
+        }
+        assert!(started.elapsed() >= STALLED);
+        assert!(second_gone.try_recv().is_err());
+        drop(held);
+        read.frame().await.unwrap().unwrap();
+    }
 
     #[test]
     fn a_bare_name_is_in_the_working_directory() {
