@@ -24,17 +24,23 @@ const QUEUE: usize = 1 << 16;
 pub struct Usage<'a> {
     /// When the line was made, as RFC 3339 has it.
     pub time: String,
+    /// `x-request-id` of its answer.
     pub id: &'a str,
+    /// Whose it is, where keys are asked for.
     pub tenant: Option<&'a str>,
     /// As the client named it.
     pub model: &'a str,
     /// As its backends know it.
     pub upstream_model: Option<&'a str>,
+    /// Where it ran.
     pub pool: Option<&'a str>,
+    /// What was asked for, at most 256 bytes of it.
     pub path: &'a str,
     /// `ok`, or how it ended otherwise, in the words of the access log.
     pub reason: &'a str,
+    /// What is to be billed; `None` where it is not known.
     pub prompt_tokens: Option<u32>,
+    /// The same, never more than the request could have.
     pub output_tokens: u32,
     /// Both are the backend's own counts; otherwise the output is an estimate, and the prompt may be unknown.
     pub counted: bool,

@@ -1,9 +1,9 @@
 //! What the page shows, as server-sent events. One task takes one look a second for all viewers and writes it down once; without a viewer it looks every five
 //! seconds, for what is drawn over time.
 //!
-//! Events: `history`, all that is drawn over time; `point`, one more of it; `now`, everything else.
+//! Events: `history`, all that is drawn over time; `point`, one more of it; `counterfactual`, what arrival order would have given; `now`, everything else.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -12,14 +12,16 @@ use bytes::Bytes;
 use http_body_util::channel::Channel;
 use serde_json::{Map, Value, json};
 use tokio::sync::{Notify, Semaphore, watch};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
+use super::counterfactual::{self, Computed};
 use super::view;
 use crate::config::Reloader;
 use crate::dispatcher::Closeup;
 use crate::gateway::{Gateway, Live};
 use crate::scheduler::{RequestView, StageView, Time};
-use crate::telemetry::Ended;
+use crate::telemetry::{Ended, Totals};
 
 /// Between two looks while somebody looks on.
 const LOOK: Duration = Duration::from_secs(1);
@@ -30,7 +32,7 @@ const POINTS: usize = 360;
 /// Pools that have a history.
 const POOLS: usize = 32;
 /// What percentiles and rates are of: requests that ended within this span.
-const SPAN: Duration = Duration::from_secs(30);
+pub(super) const SPAN: Duration = Duration::from_secs(30);
 /// Requests of one queue that are shown, and of all queues together.
 const OF_A_QUEUE: usize = 200;
 const OF_ALL: usize = 2000;
@@ -40,6 +42,8 @@ const FAILURES: usize = 20;
 const PAIRS: usize = 150;
 /// Answers that the calibration's error is measured on.
 const JUDGED: usize = 1000;
+/// Tenants that are shown: those with most requests here.
+const TENANTS: usize = 50;
 /// Viewers at a time.
 const VIEWERS: usize = 128;
 /// A viewer that takes nothing for this long has gone.
@@ -62,6 +66,9 @@ struct Frame {
     history: Bytes,
     point: Bytes,
     points: u64,
+    /// What arrival order would have given, and how often that was computed.
+    counterfactual: Bytes,
+    computed: u64,
 }
 
 impl Feed {
@@ -84,7 +91,7 @@ impl Feed {
             let _place = place;
             // Says at once that it goes well; a browser asks again this long after a cut.
             let mut next = vec![Bytes::from_static(b"retry: 2000\n\n")];
-            let mut points = 0;
+            let (mut points, mut computed) = (0, 0);
             loop {
                 for part in next.drain(..) {
                     match timeout(PATIENCE, sender.send_data(part)).await {
@@ -102,6 +109,10 @@ impl Feed {
                     _ => next.push(frame.history.clone()),
                 }
                 points = frame.points;
+                if frame.computed != computed {
+                    next.push(frame.counterfactual.clone());
+                }
+                computed = frame.computed;
                 next.push(frame.now.clone());
             }
         });
@@ -113,7 +124,9 @@ async fn run(gateway: Weak<Gateway>, reloader: Reloader, feed: Feed) {
     let mut seconds = interval(LOOK);
     seconds.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut history = History::default();
+    let mut counted = Counted::default();
     let (mut looked, mut ticks) = (Instant::now(), 0_u64);
+    let (mut computing, mut compute_at) = (None::<JoinHandle<Option<Computed>>>, Instant::now());
     loop {
         let asked = tokio::select! {
             _ = seconds.tick() => false,
@@ -127,9 +140,29 @@ async fn run(gateway: Weak<Gateway>, reloader: Reloader, feed: Feed) {
         }
         looked = Instant::now();
         let Some(gateway) = gateway.upgrade() else { return };
-        let seen = Seen::take(&gateway, if is_watched { OF_A_QUEUE } else { 0 }).await;
+        let seen = Seen::take(&gateway, if is_watched { OF_A_QUEUE } else { 0 }, &mut counted).await;
         let before = feed.frames.borrow().clone();
-        let mut frame = Frame { history: before.history.clone(), point: before.point.clone(), points: before.points, now: Bytes::new() };
+        let mut frame = Frame {
+            history: before.history.clone(),
+            point: before.point.clone(),
+            points: before.points,
+            now: Bytes::new(),
+            counterfactual: before.counterfactual.clone(),
+            computed: before.computed,
+        };
+        if let Some(task) = computing.take_if(|task| task.is_finished())
+            && let Ok(Some(Computed { pools, next })) = task.await
+        {
+            // Nothing is an answer where there was something.
+            if frame.computed > 0 || pools.as_object().is_some_and(|pools| !pools.is_empty()) {
+                frame.counterfactual = event("counterfactual", &pools.to_string());
+                frame.computed += 1;
+            }
+            compute_at = next;
+        }
+        if is_watched && computing.is_none() && Instant::now() >= compute_at {
+            computing = Some(tokio::spawn(counterfactual::compute(Arc::clone(&gateway), POOLS, seen.unix)));
+        }
         if is_point {
             let point = seen.point().to_string();
             frame.point = event("point", &point);
@@ -159,10 +192,30 @@ struct Seen {
     ended: Vec<Arc<Ended>>,
     /// When the look was taken.
     at: Instant,
+    /// Counts by then, and those of the look a span ago or since.
+    totals: BTreeMap<Arc<str>, Totals>,
+    before: BTreeMap<Arc<str>, Totals>,
+    since: Duration,
+}
+
+/// Counts at the looks of the last span.
+#[derive(Default)]
+struct Counted(VecDeque<(Instant, BTreeMap<Arc<str>, Totals>)>);
+
+impl Counted {
+    /// Adds a look, and tells the counts that rates are taken from, and how long ago they were.
+    fn look(&mut self, at: Instant, totals: &BTreeMap<Arc<str>, Totals>) -> (BTreeMap<Arc<str>, Totals>, Duration) {
+        self.0.push_back((at, totals.clone()));
+        // The one that is followed by another as old as the span is too old.
+        while self.0.get(1).is_some_and(|(next, _)| at.duration_since(*next) >= SPAN) {
+            self.0.pop_front();
+        }
+        self.0.front().map(|(then, before)| (before.clone(), at.duration_since(*then))).unwrap_or_default()
+    }
 }
 
 impl Seen {
-    async fn take(gateway: &Gateway, of_a_queue: usize) -> Seen {
+    async fn take(gateway: &Gateway, of_a_queue: usize, counted: &mut Counted) -> Seen {
         let live = gateway.live();
         let backends: usize = live.pools.iter().map(|pool| pool.targets().len()).sum();
         let most = of_a_queue.min(OF_ALL / backends.max(1));
@@ -174,7 +227,9 @@ impl Seen {
         let at = Instant::now();
         let ended = gateway.recent.since(at.checked_sub(10 * SPAN).unwrap_or(at));
         let unix = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-        Seen { live, unix, pools, ended, at }
+        let totals = gateway.recent.totals();
+        let (before, since) = counted.look(at, &totals);
+        Seen { live, unix, pools, ended, at, totals, before, since }
     }
 
     /// Of one pool, the latest first.
@@ -182,18 +237,19 @@ impl Seen {
         self.ended.iter().map(Arc::as_ref).filter(move |ended| ended.pool.as_deref() == Some(pool))
     }
 
-    /// Rates and percentiles of those of a pool that ended within the last span.
+    /// Rates and percentiles of those of a pool that ended within the last span; percentiles of the last of them, where they are more than are remembered.
     fn recent(&self, pool: &str) -> Map<String, Value> {
         let within = || self.ended(pool).take_while(|ended| self.at.duration_since(ended.at) <= SPAN);
-        let answered = within().filter(|ended| ended.is_answered()).count();
-        let failed = within().filter(|ended| !ended.is_answered()).count();
+        let of = |totals: &BTreeMap<Arc<str>, Totals>| totals.get(pool).copied().unwrap_or_default();
+        let (before, now) = (of(&self.before), of(&self.totals));
+        let rate = |before: u64, now: u64| rounded((now - before) as f64 / self.since.as_secs_f64().max(1.0));
         view::object(json!({
             "ttft": percentiles(within().filter_map(|ended| ended.first_token)),
             "ttlt": percentiles(within().filter(|ended| ended.is_answered()).map(|ended| ended.total)),
             "wait": percentiles(within().filter_map(|ended| ended.queued)),
-            "answered_per_second": rounded(answered as f64 / SPAN.as_secs_f64()),
-            "failed_per_second": rounded(failed as f64 / SPAN.as_secs_f64()),
-            "tokens_per_second": rounded(within().map(|ended| f64::from(ended.output_tokens)).sum::<f64>() / SPAN.as_secs_f64()),
+            "answered_per_second": rate(before.answered, now.answered),
+            "failed_per_second": rate(before.failed, now.failed),
+            "tokens_per_second": rate(before.output_tokens, now.output_tokens),
         }))
     }
 
@@ -216,13 +272,15 @@ impl Seen {
 
     fn now(&self, gateway: &Gateway, reloader: &Reloader) -> Value {
         let pools: Vec<Value> = (0..self.pools.len()).map(|index| self.pool(index)).collect();
+        let (tenants, in_all) = view::busiest_tenants(&self.live, TENANTS);
         json!({
             "at": self.unix,
             "version": env!("CARGO_PKG_VERSION"),
             "draining": gateway.draining(),
             "config": view::configuration(gateway, &reloader.status()),
             "ranker": view::ranker(&self.live),
-            "tenants": view::tenants(&self.live),
+            "tenants": tenants,
+            "tenants_in_all": in_all,
             "span_seconds": SPAN.as_secs(),
             "pools": pools,
             "failures": self.failures(&gateway.recent.failures()),
@@ -342,5 +400,24 @@ impl History {
         }
         points.push(']');
         points
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn rates_are_of_the_last_span_however_often_it_is_looked_at() {
+        let start = Instant::now();
+        let mut counted = Counted::default();
+        let totals = |answered| BTreeMap::from([(Arc::from("chat"), Totals { answered, ..Totals::default() })]);
+        let mut look = |second: u64, answered| {
+            let (before, since) = counted.look(start + Duration::from_secs(second), &totals(answered));
+            (before["chat"].answered, since.as_secs())
+        };
+        assert_eq!([look(0, 7), look(5, 8), look(10, 10)], [(7, 0), (7, 5), (7, 10)], "as long as there is less");
+        assert_eq!([look(30, 20), look(34, 30), look(36, 40)], [(7, 30), (7, 34), (8, 31)]);
+        assert_eq!(look(1000, 50), (40, 964), "nobody looked on");
     }
 }

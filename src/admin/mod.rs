@@ -3,6 +3,7 @@
 //! It holds handles and asks them; nothing here is on the path of a request. Nobody is authenticated: the address must not be reachable by others, and
 //! pages in an operator's browser are turned away.
 
+mod counterfactual;
 mod explain;
 mod feed;
 mod likeness;
@@ -21,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use axum::body::Bytes;
 use axum::extract::{Path as PathOf, Request, State};
-use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, HOST, ORIGIN};
+use axum::http::header::{CACHE_CONTROL, CONTENT_TYPE, HOST, ORIGIN, RETRY_AFTER};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode};
 use axum::middleware::{Next, from_fn};
 use axum::response::{IntoResponse, Response};
@@ -58,6 +59,8 @@ struct Admin {
     feed: Feed,
     /// One what-if at a time.
     whatif: Arc<Semaphore>,
+    /// One explanation at a time: it walks through everything that waits.
+    explain: Arc<Semaphore>,
     /// The first look at the backends is over. Never becomes false again.
     started: Arc<AtomicBool>,
 }
@@ -81,7 +84,8 @@ pub async fn start(gateway: Arc<Gateway>, file: Option<&Path>, takes_over: bool)
     };
     let reloader = Reloader::start(file.map(Path::to_owned), &snapshot, apply).map_err(AdminError::Signal)?;
     let feed = Feed::start(&gateway, reloader.clone());
-    let router = router(Admin { gateway, reloader, feed, whatif: Arc::new(Semaphore::new(1)), started: Arc::default() });
+    let router =
+        router(Admin { gateway, reloader, feed, whatif: Arc::new(Semaphore::new(1)), explain: Arc::new(Semaphore::new(1)), started: Arc::default() });
     tracing::info!("operators: http://{bound}");
     tokio::spawn(async move {
         // It serves until the runtime ends; accept errors are retried inside.
@@ -219,6 +223,10 @@ async fn events(State(admin): State<Admin>) -> Response {
 }
 
 async fn explain_request(State(admin): State<Admin>, PathOf(request): PathOf<String>) -> Response {
+    let Ok(_turn) = admin.explain.try_acquire() else {
+        let response = failure(StatusCode::SERVICE_UNAVAILABLE, "busy", "another request is being explained; ask again in a second".into());
+        return ([(RETRY_AFTER, "1")], response).into_response();
+    };
     match explain::explain(&admin.gateway, &request).await {
         Some(explanation) => Json(explanation).into_response(),
         None => {

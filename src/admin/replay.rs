@@ -138,26 +138,32 @@ impl Replay {
     /// Makes the engines as much faster or slower as it takes for stays at them to be as long, under the policy that was in force, as they were: small errors of
     /// the model would add up over a queue that is never empty.
     ///
+    /// Tells by how much, as a share, the mean time to the last token still comes out above what was measured; `None` of nothing.
+    ///
     /// # Errors
     /// The simulator is at fault.
-    pub fn tune(&mut self, own: &Dispatch) -> Result<(), WhatIfError> {
+    pub fn tune(&mut self, own: &Dispatch) -> Result<Option<f64>, WhatIfError> {
+        let mut off = None;
         for _ in 0..ROUNDS {
             let run = self.run(own.clone())?;
-            let (mut real, mut simulated) = (0.0, 0.0);
+            let [mut real, mut simulated, mut whole, mut simulated_whole] = [0.0; 4];
             for answer in run.answers.iter().filter(|answer| answer.end == End::Answered) {
                 let Played { ended: Some(ended), arrived_within: true } = &self.played[answer.job as usize] else { continue };
                 let (Some(released), Some(was)) = (answer.released, ended.released.filter(|_| ended.is_answered())) else { continue };
                 real += ended.total.saturating_sub(was).as_secs_f64();
                 simulated += answer.ended.since(released).as_secs_f64();
+                whole += ended.total.as_secs_f64();
+                simulated_whole += answer.ttlt().as_secs_f64();
             }
+            off = (whole > 0.0).then(|| simulated_whole / whole - 1.0);
             let factor = real / simulated;
             if !factor.is_finite() || factor <= 0.0 {
-                return Ok(());
+                break;
             }
             let factor = factor.clamp(1.0 / FURTHEST, FURTHEST);
             self.fleet.iter_mut().for_each(|member| member.speed /= factor);
         }
-        Ok(())
+        Ok(off)
     }
 
     /// The engines as they are played.

@@ -1,5 +1,6 @@
 //! The state of the gateway as JSON. Field names say their units.
 
+use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -10,6 +11,7 @@ use crate::config::{self, ReloadError, ReloadStatus};
 use crate::fleet;
 use crate::gateway::{Gateway, Live, PoolRuntime};
 use crate::scheduler::{self, PoolView, RankerVersion, Reason, Slots, Standing};
+use crate::tenancy::Tenant;
 
 /// How long a pool may take to describe itself: its task answers between two events.
 pub(super) const PATIENCE: Duration = Duration::from_secs(1);
@@ -60,31 +62,45 @@ pub(super) fn ranker(live: &Live) -> Value {
 
 /// Who may ask and how their limits stand; `null` where nobody has to show a key.
 pub(super) fn tenants(live: &Live) -> Value {
-    let Some(tenancy) = &live.tenancy else { return Value::Null };
-    let tenants = tenancy.tenants().map(|tenant| {
-        let limits: serde_json::Map<String, Value> = tenant
-            .standing()
-            .map(|(what, standing)| {
-                let left = json!({ "per_minute": standing.per_minute, "left": standing.left, "full_in_s": standing.full_in.as_secs_f64() });
-                (what.as_str().to_owned(), left)
-            })
-            .collect();
-        let settings = tenant.settings();
-        json!({
-            "name": tenant.name(),
-            "weight": settings.weight.get(),
-            "models": settings.models,
-            "keys": settings.keys.len(),
-            "held": tenant.held(),
-            "concurrent_requests": settings.limits.concurrent_requests,
-            "queue": tenant.room().map(|room| {
-                let (requests, bytes) = room.held();
-                json!({ "requests": requests, "bytes": bytes, "most_requests": settings.queue.requests, "most_bytes": settings.queue.bytes })
-            }),
-            "limits": limits,
+    live.tenancy.as_ref().map_or(Value::Null, |tenancy| tenancy.tenants().map(|of| tenant(of)).collect())
+}
+
+/// The same of those that have most requests here, at most `most` of them, and how many tenants there are.
+pub(super) fn busiest_tenants(live: &Live, most: usize) -> (Value, usize) {
+    let Some(tenancy) = &live.tenancy else { return (Value::Null, 0) };
+    let mut all: Vec<_> = tenancy.tenants().map(|tenant| (Reverse(tenant.held()), tenant)).collect();
+    let in_all = all.len();
+    let order = |a: &(Reverse<u64>, &Arc<Tenant>), b: &(Reverse<u64>, &Arc<Tenant>)| a.0.cmp(&b.0).then_with(|| a.1.name().cmp(b.1.name()));
+    if in_all > most {
+        all.select_nth_unstable_by(most, order);
+        all.truncate(most);
+    }
+    all.sort_by(order);
+    (all.into_iter().map(|(_, of)| tenant(of)).collect(), in_all)
+}
+
+fn tenant(tenant: &Tenant) -> Value {
+    let limits: Map<String, Value> = tenant
+        .standing()
+        .map(|(what, standing)| {
+            let left = json!({ "per_minute": standing.per_minute, "left": standing.left, "full_in_s": standing.full_in.as_secs_f64() });
+            (what.as_str().to_owned(), left)
         })
-    });
-    tenants.collect()
+        .collect();
+    let settings = tenant.settings();
+    json!({
+        "name": tenant.name(),
+        "weight": settings.weight.get(),
+        "models": settings.models,
+        "keys": settings.keys.len(),
+        "held": tenant.held(),
+        "concurrent_requests": settings.limits.concurrent_requests,
+        "queue": tenant.room().map(|room| {
+            let (requests, bytes) = room.held();
+            json!({ "requests": requests, "bytes": bytes, "most_requests": settings.queue.requests, "most_bytes": settings.queue.bytes })
+        }),
+        "limits": limits,
+    })
 }
 
 pub(super) fn pool(settings: &config::Pool, runtime: &PoolRuntime, view: Option<&PoolView>) -> Value {

@@ -276,14 +276,15 @@ impl Drop for Worker {
 #[cfg(target_os = "linux")]
 const LOWEST: i32 = 19;
 
-/// Scoring must not take the processor from threads that move bytes: a score that comes late is a smaller loss than a token that does.
-fn yield_to_the_proxy() {
+/// Gives the calling thread the lowest priority. Scoring must not take the processor from threads that move bytes: a score that comes late is a smaller loss than
+/// a token that does.
+pub(crate) fn yield_to_the_proxy() {
     #[cfg(target_os = "linux")]
     {
         // SAFETY: takes and returns integers only. Process 0 is, on Linux, the calling thread.
         let failed = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, LOWEST) } != 0;
         if failed {
-            tracing::debug!(error = %std::io::Error::last_os_error(), "the ranker keeps normal priority");
+            tracing::debug!(error = %std::io::Error::last_os_error(), "a thread keeps normal priority");
         }
     }
 }

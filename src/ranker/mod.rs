@@ -25,6 +25,7 @@ use crate::config::{Device, RankerSettings};
 use crate::scheduler::{Learnt, RankerVersion, Scored};
 
 pub use batcher::Counts;
+pub(crate) use batcher::yield_to_the_proxy;
 pub use shadow::{Compared, Pending, Shadow};
 pub use weights::RankerError;
 

@@ -13,7 +13,7 @@ use opentelemetry::trace::TraceId;
 
 pub use access::Line;
 pub use context::random;
-pub use recent::{Ended, Recent};
+pub use recent::{Ended, Recent, Totals};
 pub use trace::{Stage, Trace};
 pub use tracer::{Tracer, TracerError};
 

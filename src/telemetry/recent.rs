@@ -1,6 +1,6 @@
 //! The last requests that ended, without their prompts: what operators look at, ask about and replay.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -83,6 +83,16 @@ impl Ended {
     }
 }
 
+/// Counts of one pool's requests since the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Those that got their whole answer, and those that did not.
+    pub answered: u64,
+    pub failed: u64,
+    /// Output tokens of both.
+    pub output_tokens: u64,
+}
+
 /// The memory of one gateway.
 #[derive(Default)]
 pub struct Recent(Mutex<Rings>);
@@ -94,6 +104,7 @@ struct Rings {
     models: BTreeSet<Arc<str>>,
     /// Of pools, tenants and backends: as many as were ever configured.
     names: BTreeSet<Arc<str>>,
+    totals: BTreeMap<Arc<str>, Totals>,
 }
 
 impl Recent {
@@ -129,6 +140,11 @@ impl Recent {
             retries: outcome.retries,
             streamed: outcome.streamed,
         });
+        if let Some(pool) = &ended.pool {
+            let totals = rings.totals.entry(Arc::clone(pool)).or_default();
+            *(if ended.is_answered() { &mut totals.answered } else { &mut totals.failed }) += 1;
+            totals.output_tokens += u64::from(ended.output_tokens);
+        }
         if !ended.is_answered() {
             push(&mut rings.failures, FAILURES, Arc::clone(&ended));
         }
@@ -143,6 +159,11 @@ impl Recent {
     /// All of them, the latest first.
     pub fn all(&self) -> Vec<Arc<Ended>> {
         self.rings().all.iter().rev().cloned().collect()
+    }
+
+    /// What each pool has done since the start, whatever is forgotten.
+    pub fn totals(&self) -> BTreeMap<Arc<str>, Totals> {
+        self.rings().totals.clone()
     }
 
     /// When the oldest of them ended, if older ones are forgotten.
@@ -204,6 +225,8 @@ mod tests {
         }
         let all = recent.since(start);
         assert_eq!(all.len(), REQUESTS);
+        let totals = recent.totals()["chat"];
+        assert_eq!((totals.answered, totals.failed), (REQUESTS as u64, 1), "whatever is forgotten");
         assert_eq!((&*all[0].id, &*all[REQUESTS - 1].id), ((REQUESTS - 1).to_string().as_str(), "0"));
         assert_eq!((&*all[REQUESTS - 1].model, &*all[0].model), ("model 0", "other"), "clients cannot make names grow");
         assert_eq!(recent.failures().iter().map(|failed| &*failed.id).collect::<Vec<_>>(), ["failed"]);

@@ -5,9 +5,12 @@ use crate::scheduler::Weight;
 /// A request's priority, the least urgent first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Priority {
+    /// Counts as four times the work; OpenAI's `flex`.
     Low,
+    /// As it is.
     #[default]
     Normal,
+    /// Counts as a quarter of the work; OpenAI's `priority`.
     High,
 }
 

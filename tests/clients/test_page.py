@@ -122,3 +122,38 @@ def test_light_dark_and_narrow(launch, page):
     page.set_viewport_size({"width": 390, "height": 800})
     expect(page.locator(".lane")).to_have_count(1)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing to scroll sideways"
+
+
+def test_the_keyboard_stays_where_it_was_when_a_list_is_drawn_anew(launch, page):
+    backend = launch.backend(gate)
+    gateway = launch.gateway(pool("sim", {"url": backend.url, "slots": 1})).healthy(1)
+    calls = [Call(gateway, chat(), headers={"x-request-id": "first"})]
+    backend.exchange(0)
+    for name in ("second", "third"):
+        calls.append(Call(gateway, chat(), headers={"x-request-id": name}))
+        gateway.wait_waiting(len(calls) - 1)
+    page.goto(gateway.admin)
+    page.get_by_role("button", name="list them").click()
+    rows = page.get_by_role("table", name="Requests that wait")
+    rows.get_by_role("button", name="third").focus()
+    backend.exchange(0).released.set()
+    # The one before it is gone, and the table is another one.
+    expect(rows.get_by_role("row")).to_have_count(2)
+    expect(rows.get_by_role("button", name="third")).to_be_focused()
+    for index in (1, 2):
+        backend.exchange(index).released.set()
+    for call in calls:
+        assert call.result().status_code == 200
+
+
+def test_what_arrival_order_would_have_given_is_drawn(launch, page):
+    engine = launch.engine(slots=2, speed=20.0)
+    gateway = launch.gateway(pool("sim", {"url": engine.url, "slots": 2}), policy="uniboost").healthy(1)
+    calls = [Call(gateway, chat(f"number {number} " * (1 + number % 7), stream=True, max_tokens=10 + 40 * (number % 2))) for number in range(60)]
+    for call in calls:
+        assert call.result().status_code == 200
+    page.goto(gateway.admin)
+    for title in ("Time to the first token", "Time to the last token"):
+        chart = page.locator("figure", has=page.get_by_role("heading", name=title))
+        expect(chart).to_contain_text(re.compile(r"by arrival p50 .* s.*Last tokens came .*The model is "))
+        assert chart.locator("path.was").count() == 2
