@@ -81,8 +81,14 @@ impl Pool {
         };
         for id in 0..4 {
             let slots = Slots::Fixed(64);
-            let state =
-                BackendState { standing: Standing::Healthy, slots, weight: Weight::ONE, kv_tokens: Some(1 << 40), context_tokens: Some(1 << 20) };
+            let state = BackendState {
+                standing: Standing::Healthy,
+                slots,
+                weight: Weight::ONE,
+                kv_tokens: Some(1 << 40),
+                context_tokens: Some(1 << 20),
+                prefix_cache: true,
+            };
             pool.handle(Event::BackendChanged(BackendId(id), state));
         }
         for _ in 0..waiting + 256 {

@@ -122,7 +122,9 @@ async fn a_llama_cpp_server_is_understood() {
         weight: Weight::ONE,
         api_key: None,
         kv_tokens: None,
+        prefix_cache: None,
         priority: false,
+        wedged_after: Duration::from_secs(60),
     };
     let backend = Arc::new(Backend::new(BackendId(1), settings, &Siblings::default()));
     let (sender, mut news) = mpsc::unbounded_channel();

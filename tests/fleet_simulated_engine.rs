@@ -47,7 +47,9 @@ impl Watched {
             weight: Weight::ONE,
             api_key: None,
             kv_tokens: None,
+            prefix_cache: None,
             priority: false,
+            wedged_after: Duration::from_secs(60),
         };
         let backend = Arc::new(Backend::new(BackendId(id), settings, siblings));
         let (sender, news) = mpsc::unbounded_channel();
@@ -97,6 +99,7 @@ async fn it_is_a_vllm_whose_load_is_followed() {
     let mut watched = Watched::new(0, &server, &Siblings::default());
     let state = watched.until_standing(Standing::Healthy).await;
     assert_eq!((watched.backend.engine(), watched.backend.models().as_slice()), (Some(EngineKind::Vllm), &["sim".to_owned()][..]));
+    assert!(state.prefix_cache);
     assert_eq!((state.slots, state.kv_tokens, state.context_tokens), (Slots::Auto { initial: 8, max: 1024 }, Some(kv_tokens), Some(context)));
 
     let mut running = Vec::new();

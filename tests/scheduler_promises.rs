@@ -110,7 +110,14 @@ impl Pool {
 }
 
 fn slots(slots: u32) -> BackendState {
-    BackendState { standing: Standing::Healthy, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None }
+    BackendState {
+        standing: Standing::Healthy,
+        slots: Slots::Fixed(slots),
+        weight: Weight::ONE,
+        kv_tokens: None,
+        context_tokens: None,
+        prefix_cache: true,
+    }
 }
 
 fn request(id: u64) -> Request {
@@ -350,10 +357,24 @@ fn a_conversation_goes_on_where_it_was() {
 }
 
 #[test]
+fn without_a_prefix_cache_a_turn_goes_anywhere() {
+    let mut elsewhere = 0;
+    for seed in 0..40 {
+        let mut pool = Pool::new(policy(Order::Fcfs, 0.0), seed);
+        (0..2).for_each(|id| drop(pool.backend(id, BackendState { prefix_cache: false, ..slots(1) })));
+        let [(1, first)] = pool.arrive(turn(1, 1, 1))[..] else { panic!() };
+        pool.released(Event::Finished(RequestId(1), Ending::Refused));
+        let [(2, second)] = pool.arrive(turn(2, 1, 2))[..] else { panic!() };
+        elsewhere += u32::from(first != second);
+    }
+    assert!((10..=30).contains(&elsewhere), "{elsewhere} of 40");
+}
+
+#[test]
 fn what_a_cache_has_no_room_for_is_not_there() {
     let mut pool = Pool::new(policy(Order::Fcfs, 0.0), 1);
     pool.backend(0, BackendState { kv_tokens: Some(4096), ..slots(1) });
-    let mut work = |pool: &mut Pool, request: Request| {
+    let work = |pool: &mut Pool, request: Request| {
         let id = request.id;
         let [Action::Release { facts, .. }] = pool.actions(Event::Arrived(request))[..] else { panic!() };
         pool.released(Event::Finished(id, Ending::Refused));

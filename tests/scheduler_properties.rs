@@ -127,6 +127,7 @@ fn backend_state() -> impl Strategy<Value = BackendState> {
         weight: Weight::new(weight).unwrap(),
         kv_tokens,
         context_tokens,
+        prefix_cache: slots != Slots::Fixed(3),
     })
 }
 
@@ -479,7 +480,14 @@ fn nth(ids: &BTreeSet<RequestId>, pick: usize) -> Option<RequestId> {
 
 /// A history that begins with a backend, so that something happens.
 fn history(len: usize) -> impl Strategy<Value = Vec<Step>> {
-    let first = BackendState { standing: Standing::Healthy, slots: Slots::Fixed(2), weight: Weight::ONE, kv_tokens: None, context_tokens: None };
+    let first = BackendState {
+        standing: Standing::Healthy,
+        slots: Slots::Fixed(2),
+        weight: Weight::ONE,
+        kv_tokens: None,
+        context_tokens: None,
+        prefix_cache: true,
+    };
     prop::collection::vec(step(), 1..len).prop_map(move |mut steps| {
         steps.insert(0, Step::Backend(0, first.clone()));
         steps
@@ -515,7 +523,14 @@ proptest! {
 /// One backend of two fixed slots and requests of all sorts, under one policy.
 fn single(policy: Policy, slots: u32) -> World {
     let mut world = World::new(policy, 1);
-    let state = BackendState { standing: Standing::Healthy, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None };
+    let state = BackendState {
+        standing: Standing::Healthy,
+        slots: Slots::Fixed(slots),
+        weight: Weight::ONE,
+        kv_tokens: None,
+        context_tokens: None,
+        prefix_cache: true,
+    };
     world.step(&Step::Backend(0, state));
     world
 }

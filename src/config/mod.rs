@@ -83,6 +83,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
                 weight: Weight::ONE,
                 api_key: None,
                 kv_tokens: None,
+                prefix_cache: None,
                 priority: false,
                 wedged_after: DEFAULT_WEDGED_AFTER,
             });

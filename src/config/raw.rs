@@ -228,6 +228,7 @@ pub(super) struct Backend {
     pub api_key: Option<Leaf<String>>,
     pub api_key_file: Option<Leaf<PathBuf>>,
     pub kv_tokens: Option<Leaf<u64>>,
+    pub prefix_cache: Option<Leaf<bool>>,
     pub priority: Option<Leaf<bool>>,
 }
 

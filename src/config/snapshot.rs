@@ -319,6 +319,8 @@ pub struct BackendSettings {
     pub api_key: Option<Secret>,
     /// Tokens that fit its KV cache; `None`: found out where the engine tells.
     pub kv_tokens: Option<u64>,
+    /// Whether it keeps the beginnings of prompts; `None`: found out where the engine tells, otherwise it is taken to.
+    pub prefix_cache: Option<bool>,
     /// Send the queue key as the engine's own `priority` field (vLLM, SGLang); asks for an engine started with priority scheduling.
     pub priority: bool,
     /// From which silence on it counts as wedged, unless that can be explained; its pool's.

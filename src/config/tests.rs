@@ -74,7 +74,7 @@ pools:
     retry_budget: 7
     backends:
       - { url: "http://10.0.0.1:8000", slots: auto }
-      - { url: "http://10.0.0.2:30000", engine: sglang, slots: 64, weight: 2, api_key: "${KEY}", kv_tokens: 5000, priority: true }
+      - { url: "http://10.0.0.2:30000", engine: sglang, slots: 64, weight: 2, api_key: "${KEY}", kv_tokens: 5000, prefix_cache: false, priority: true }
       - { url: "http://10.0.0.3:1", slots: { initial: 4, max: 16 }, api_key_file: secrets/key }
   - name: any
     resume: true
@@ -112,7 +112,7 @@ pools:
     assert_eq!(chat.backends[0].slots, None);
     let second = &chat.backends[1];
     assert_eq!((second.engine, second.slots, second.weight.get()), (Some(EngineKind::Sglang), Some(Slots::Fixed(64)), 2.0));
-    assert_eq!((second.kv_tokens, second.priority), (Some(5000), true));
+    assert_eq!((second.kv_tokens, second.prefix_cache, second.priority), (Some(5000), Some(false), true));
     assert_eq!(second.api_key.as_ref().unwrap().expose(), "sk-from-env");
     let third = &chat.backends[2];
     assert_eq!(third.slots, Some(Slots::Auto { initial: 4, max: 16 }));

@@ -635,9 +635,10 @@ impl Builder<'_> {
         let slots = raw.slots.as_ref().and_then(|slots| self.slots(slots, &place.key("slots")));
         let weight = self.checker.optional(raw.weight.as_ref(), &place.key("weight"), Weight::ONE);
         let kv_tokens = raw.kv_tokens.as_ref().map(|leaf| self.checker.number(Some(leaf), &place.key("kv_tokens"), 128..=1 << 40, 1 << 20));
+        let prefix_cache = raw.prefix_cache.as_ref().and_then(|leaf| self.checker.read(leaf, &place.key("prefix_cache")));
         let priority = self.checker.optional(raw.priority.as_ref(), &place.key("priority"), false);
         let api_key = self.secret(raw.api_key.as_ref(), raw.api_key_file.as_ref(), place);
-        Some(BackendSettings { url: url?, engine, slots, weight, api_key, kv_tokens, priority, wedged_after })
+        Some(BackendSettings { url: url?, engine, slots, weight, api_key, kv_tokens, prefix_cache, priority, wedged_after })
     }
 
     fn slots(&mut self, raw: &TextOr<raw::Slots>, place: &Place) -> Option<Slots> {

@@ -23,7 +23,7 @@ fn settings() -> Settings {
 }
 
 fn backend(slots: u32, standing: Standing) -> BackendState {
-    BackendState { standing, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None }
+    BackendState { standing, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None, prefix_cache: true }
 }
 
 fn arrival(pool: &Dispatcher) -> Arrival {

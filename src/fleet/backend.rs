@@ -424,6 +424,7 @@ impl State {
             weight: self.settings.weight,
             kv_tokens: self.settings.kv_tokens.or(self.capacity.kv_tokens),
             context_tokens: self.capacity.context_tokens,
+            prefix_cache: self.settings.prefix_cache.or(self.capacity.prefix_cache).unwrap_or(true),
         }
     }
 

@@ -140,6 +140,7 @@ fn settings(url: &str) -> BackendSettings {
         weight: Weight::ONE,
         api_key: None,
         kv_tokens: None,
+        prefix_cache: None,
         priority: false,
         wedged_after: Duration::from_secs(60),
     }
@@ -196,10 +197,17 @@ async fn every_family_is_recognised() {
 #[tokio::test]
 async fn what_is_configured_wins_over_what_is_found_out() {
     let fake = Fake::start(&VLLM).await;
-    let configured = BackendSettings { engine: Some(EngineKind::OpenAi), slots: Some(Slots::Fixed(3)), kv_tokens: Some(77), ..settings(&fake.url) };
+    let configured = BackendSettings {
+        engine: Some(EngineKind::OpenAi),
+        slots: Some(Slots::Fixed(3)),
+        kv_tokens: Some(77),
+        prefix_cache: Some(false),
+        ..settings(&fake.url)
+    };
     let mut watched = Watched::new(configured, &Siblings::default());
     let state = watched.until_standing(Standing::Healthy).await;
     assert_eq!((watched.backend.engine(), state.slots, state.kv_tokens), (Some(EngineKind::OpenAi), Slots::Fixed(3), Some(77)));
+    assert!(!state.prefix_cache);
 }
 
 #[tokio::test]

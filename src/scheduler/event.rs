@@ -140,6 +140,8 @@ pub struct BackendState {
     pub kv_tokens: Option<u64>,
     /// Longest context (prompt + output) it serves, where known.
     pub context_tokens: Option<Tokens>,
+    /// Whether it keeps the beginnings of prompts that it has computed.
+    pub prefix_cache: bool,
 }
 
 /// Whether a backend may get requests.

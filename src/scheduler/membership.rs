@@ -33,6 +33,8 @@ impl Scheduler {
                 index
             }
         };
+        let backend = &mut self.backends[index];
+        backend.prefixes.set_present(backend.state.prefix_cache);
         self.update_speeds();
         self.set_leads();
         let sizes = self.sizes();

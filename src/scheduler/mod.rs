@@ -238,7 +238,8 @@ mod tests {
     }
 
     pub(super) fn backend(pool: &mut Scheduler, id: u32, slots: u32, standing: Standing) -> Vec<Action> {
-        let state = BackendState { standing, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None };
+        let state =
+            BackendState { standing, slots: Slots::Fixed(slots), weight: Weight::ONE, kv_tokens: None, context_tokens: None, prefix_cache: true };
         at(pool, 0, Event::BackendChanged(BackendId(id), state))
     }
 
@@ -373,7 +374,14 @@ mod tests {
             60_000_000,
             Event::BackendChanged(
                 BackendId(0),
-                BackendState { standing: Standing::Healthy, slots: Slots::Fixed(200), weight: Weight::ONE, kv_tokens: None, context_tokens: None },
+                BackendState {
+                    standing: Standing::Healthy,
+                    slots: Slots::Fixed(200),
+                    weight: Weight::ONE,
+                    kv_tokens: None,
+                    context_tokens: None,
+                    prefix_cache: true,
+                },
             ),
         );
         for id in 0..20 {

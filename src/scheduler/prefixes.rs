@@ -26,6 +26,8 @@ pub(super) struct Prefixes {
     sets: Vec<[Seen; WAYS]>,
     /// Tokens that came into its cache so far.
     stored: u64,
+    /// It has no such cache.
+    none: bool,
 }
 
 impl Prefixes {
@@ -33,7 +35,7 @@ impl Prefixes {
     pub fn seen(&mut self, history: Option<&History>, stored: u64) {
         self.stored += stored;
         let stamp = self.stamp();
-        let Some(history) = history else { return };
+        let (Some(history), false) = (history, self.none) else { return };
         for prefix in history.longest_first() {
             if self.sets.is_empty() {
                 self.sets = vec![Default::default(); SETS];
@@ -56,6 +58,14 @@ impl Prefixes {
             seen.is_some_and(|seen| room.is_none_or(|room| u64::from(now.wrapping_sub(seen.stamp)) * STEP <= room))
         };
         history.longest_first().find(|prefix| holds(prefix.hash)).map_or(0, |prefix| prefix.tokens.min(prompt))
+    }
+
+    /// Whether the backend has a cache at all.
+    pub fn set_present(&mut self, present: bool) {
+        self.none = !present;
+        if !present {
+            self.forget();
+        }
     }
 
     /// The backend's cache is empty.

@@ -36,6 +36,7 @@ impl Member {
             weight: self.weight,
             kv_tokens: self.known.then_some(kv_tokens),
             context_tokens: self.known.then_some(self.profile.context()),
+            prefix_cache: self.profile.prefix_cache || !self.known,
         }
     }
 }

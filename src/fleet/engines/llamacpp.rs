@@ -20,7 +20,12 @@ pub(super) async fn capacity(http: &mut Http) -> Capacity {
 
 /// The context is one slot's, so slots of equal size fill the cache and need no budget of tokens.
 fn of_props(props: &Value) -> Capacity {
-    Capacity { slots: tokens(&props["total_slots"]), kv_tokens: None, context_tokens: tokens(&props["default_generation_settings"]["n_ctx"]) }
+    Capacity {
+        slots: tokens(&props["total_slots"]),
+        kv_tokens: None,
+        context_tokens: tokens(&props["default_generation_settings"]["n_ctx"]),
+        prefix_cache: None,
+    }
 }
 
 /// `/props` of llama.cpp, and not somebody else's.
@@ -38,7 +43,7 @@ mod tests {
         let body = br#"{"default_generation_settings":{"params":{},"n_ctx":2048},"total_slots":4,"model_path":"toy.gguf"}"#;
         assert!(props(body));
         let props: Value = serde_json::from_slice(body).unwrap();
-        assert_eq!(of_props(&props), Capacity { slots: Some(4), kv_tokens: None, context_tokens: Some(2048) });
+        assert_eq!(of_props(&props), Capacity { slots: Some(4), kv_tokens: None, context_tokens: Some(2048), prefix_cache: None });
     }
 
     #[test]

@@ -136,6 +136,8 @@ pub(super) struct Capacity {
     pub kv_tokens: Option<u64>,
     /// Longest context, prompt and output together.
     pub context_tokens: Option<Tokens>,
+    /// Whether it keeps the beginnings of prompts.
+    pub prefix_cache: Option<bool>,
 }
 
 impl Capacity {
@@ -144,6 +146,7 @@ impl Capacity {
             slots: self.slots.or(earlier.slots),
             kv_tokens: self.kv_tokens.or(earlier.kv_tokens),
             context_tokens: self.context_tokens.or(earlier.context_tokens),
+            prefix_cache: self.prefix_cache.or(earlier.prefix_cache),
         }
     }
 }

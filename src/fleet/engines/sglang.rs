@@ -28,15 +28,17 @@ pub(super) async fn capacity(http: &mut Http, models: &Value) -> Capacity {
         Err(_) => None,
     };
     // Newer engines warn about the second, older ones know nothing else.
-    let mut slots = None;
+    let (mut slots, mut prefix_cache) = (None, None);
     for path in ["/server_info", "/get_server_info"] {
         if slots.is_none()
             && let Ok(answer) = http.get(path, QUESTION).await
         {
-            slots = answer.json().and_then(|info| running_requests(&info));
+            let info = answer.json().unwrap_or_default();
+            slots = running_requests(&info);
+            prefix_cache = prefix_cache.or(info["disable_radix_cache"].as_bool().map(|disabled| !disabled));
         }
     }
-    Capacity { slots, kv_tokens, context_tokens: max_model_len(models) }
+    Capacity { slots, kv_tokens, context_tokens: max_model_len(models), prefix_cache }
 }
 
 /// One state per data-parallel rank.

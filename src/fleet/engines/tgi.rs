@@ -25,6 +25,7 @@ pub(super) async fn capacity(http: &mut Http) -> Capacity {
         slots: tokens(&info["max_batch_size"]),
         kv_tokens: info["max_batch_total_tokens"].as_u64().filter(|tokens| *tokens > 0),
         context_tokens: tokens(&info["max_total_tokens"]),
+        prefix_cache: None,
     }
 }
 

@@ -24,12 +24,11 @@ pub(super) fn load(page: Page) -> Load {
 }
 
 pub(super) async fn capacity(http: &mut Http, models: &Value) -> Capacity {
-    let kv_tokens = match http.get("/metrics", QUESTION).await {
-        Ok(answer) => answer.text().and_then(|text| kv_tokens(Page::new(&text))),
-        Err(_) => None,
-    };
+    let answer = http.get("/metrics", QUESTION).await.ok();
+    let text = answer.as_ref().and_then(|answer| answer.text()).unwrap_or_default();
+    let page = Page::new(&text);
     // The number of sequences it batches (--max-num-seqs) is told nowhere.
-    Capacity { slots: None, kv_tokens, context_tokens: max_model_len(models) }
+    Capacity { slots: None, kv_tokens: kv_tokens(page), context_tokens: max_model_len(models), prefix_cache: prefix_cache(page) }
 }
 
 fn kv_tokens(page: Page) -> Option<u64> {
@@ -38,6 +37,15 @@ fn kv_tokens(page: Page) -> Option<u64> {
         info.number("kv_cache_size_tokens").or_else(|| info.number("block_size")?.checked_mul(info.number("num_gpu_blocks")?))
     });
     Some(ranks.sum()).filter(|tokens| *tokens > 0)
+}
+
+/// As Python writes it; `None` where it says neither.
+fn prefix_cache(page: Page) -> Option<bool> {
+    match page.samples("vllm:cache_config_info").next()?.label("enable_prefix_caching")? {
+        "True" => Some(true),
+        "False" => Some(false),
+        _ => None,
+    }
 }
 
 /// `{"version": "0.11.0"}`, and nothing else.
@@ -74,6 +82,13 @@ vllm:cache_config_info{block_size="16",engine="1",num_gpu_blocks="500",num_gpu_b
         assert_eq!(kv_tokens(Page::new(page)), Some(900));
         let page = "vllm:cache_config_info{block_size=\"16\",kv_cache_size_tokens=\"None\",num_gpu_blocks=\"100\"} 1\n";
         assert_eq!(kv_tokens(Page::new(page)), Some(1600));
+    }
+
+    #[test]
+    fn whether_prompts_are_kept() {
+        let page = |value: &str| format!("vllm:cache_config_info{{block_size=\"16\",enable_prefix_caching=\"{value}\"}} 1\n");
+        assert_eq!(["True", "False", "None"].map(|value| prefix_cache(Page::new(&page(value)))), [Some(true), Some(false), None]);
+        assert_eq!(prefix_cache(Page::new(PAGE)), None);
     }
 
     #[test]
