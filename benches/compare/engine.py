@@ -2,13 +2,15 @@
 """What the order is worth on a real engine: one workload through each gateway to the same pair of llama.cpp servers, time to the first and last token.
 
     python3 benches/compare/engine.py                   about 12 minutes on two cores
+    python3 benches/compare/engine.py --vllm http://127.0.0.1:8001 http://127.0.0.1:8002 --model NAME --eos ID
+                                                        the same through vLLM servers that run already, which end an answer with token ID
 
 Needs what run.py needs, and the Python packages of tests/clients/requirements.txt (xllamacpp, gguf), which are installed into target/venv if they are
 not there. Writes engine.json and engine.md into target/compare.
 
 The servers run a llama model with random weights, so what they say has nothing to do with the prompt. The prompts are those of examples/demo_prompts.jsonl,
 and each answer is as long as the real model's was (a part of it, `--scale`): `n_predict` tells llama.cpp, `max_tokens` is the same large number in every
-request, so that no gateway is told. Arrivals come in bursts, the same moments for all. The first third of the requests is not counted: caches fill, and
+request, so that no gateway is told. vLLM is told by `min_tokens` and a `logit_bias` for the token that ends an answer. Arrivals come in bursts, the same moments for all. The first third of the requests is not counted: caches fill, and
 Headway, which starts knowing nothing of answer lengths, learns them as it would in its first minutes.
 """
 
@@ -115,18 +117,27 @@ def python():
     return program
 
 
-def body(prompt, tokens):
-    content = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "stream": True, "stream_options": {"include_usage": True}}
-    # Without `cache_prompt` an engine would be faster each time it sees a prompt again, so that whoever has the later turn wins.
-    return json.dumps(content | {"max_tokens": 4096, "n_predict": tokens, "cache_prompt": False}).encode()
+def llama_cpp(tokens):
+    # With `cache_prompt` an engine would be faster each time it sees a prompt again, so that whoever has the later turn wins.
+    return {"max_tokens": 4096, "n_predict": tokens, "cache_prompt": False}
 
 
-def workload(count, scale):
+def vllm(eos):
+    # The end token counts too. vLLM's own cache of prompts is to be off: `--no-enable-prefix-caching`.
+    return lambda tokens: {"max_tokens": 3000, "min_tokens": tokens - 1, "logit_bias": {str(eos): 100}}
+
+
+def body(model, prompt, length):
+    content = {"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps(content | length).encode()
+
+
+def workload(count, scale, model, length_of):
     """Requests and lengths, the same ones in every call."""
     rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
     chosen = random.Random(1).sample(rows, min(count, len(rows)))
     lengths = [max(2, round(row["output_tokens"] * scale)) for row in chosen]
-    return [body(row["prompt"], length) for row, length in zip(chosen, lengths)], lengths
+    return [body(model, row["prompt"], length_of(length)) for row, length in zip(chosen, lengths)], lengths
 
 
 def bursts(count, rate):
@@ -150,10 +161,10 @@ def tokens_of(tail):
     return None
 
 
-def one(wire, gateway, urls, bodies, lengths, schedule, directory):
-    peer = gateway(urls, MODEL, directory)
+def one(wire, gateway, urls, model, hello, bodies, lengths, schedule, directory):
+    peer = gateway(urls, model, directory)
     try:
-        peer.wait(body("hello", 2))
+        peer.wait(hello)
         options = [*load_options(wire, bodies, len(bodies)), "schedule", schedule, "each", 1]
         cpu, busy, start = peers.Cpu(peer.processes()), run.busy_seconds(), time.monotonic()
         result = json.loads(wire.spawn("load", peer.address, *options, stdout=subprocess.PIPE, text=True).communicate()[0])
@@ -208,26 +219,26 @@ def main():
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--vllm", nargs="+", metavar="URL", help="servers that run already, instead of two of llama.cpp")
+    parser.add_argument("--model", default=MODEL, help="that they serve")
+    parser.add_argument("--eos", type=int, help="the token that ends their answers")
     parser.add_argument("--out", type=Path, default=peers.CACHE)
     options = parser.parse_args()
+    if options.vllm and options.eos is None:
+        parser.error("--vllm needs --eos, the id of the token that ends an answer")
     options.out.mkdir(parents=True, exist_ok=True)
-    bodies, lengths = workload(options.requests, options.scale)
+    length_of = vllm(options.eos) if options.vllm else llama_cpp
+    hello = body(options.model, "hello", length_of(2))
+    bodies, lengths = workload(options.requests, options.scale, options.model, length_of)
     runs, about, missing = {name: [] for name in options.gateways}, {}, {}
     servers, throttle = [], Throttle(options.share)
     with tempfile.TemporaryDirectory(prefix="compare-engine-") as directory:
         wire = run.Wire(directory, None)
-        model = Path(directory) / "model.gguf"
-        subprocess.run([python(), CLIENTS / "toy_gguf.py", model, str(options.hidden), str(options.layers)], check=True, stdout=subprocess.DEVNULL)
         try:
-            urls = []
-            for _ in range(2):
-                port = peers.free_port()
-                command = [python(), __file__, "serve", model, port, options.slots, 4096]
-                servers.append(subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-                urls.append(f"http://127.0.0.1:{port}")
+            urls = options.vllm or start(servers, options, Path(directory) / "model.gguf")
             for url in urls:
                 wait_healthy(url)
-            held = hold(throttle, servers)
+            held = "as they run" if options.vllm else hold(throttle, servers)
             rate = options.rate
             if not rate:
                 # One after the other would flatter two servers that share cores with the gateway and the load.
@@ -235,7 +246,7 @@ def main():
                 done = [json.loads(process.communicate()[0]) for process in both]
                 most = sum(result["ok"] / result["seconds"] for result in done)
                 rate = most * options.load
-                print(f"the two servers complete {most:.2f} requests/s; {rate:.2f} arrive", flush=True)
+                print(f"the servers complete {most:.2f} requests/s; {rate:.2f} arrive", flush=True)
             schedule = Path(directory) / "schedule"
             moments = bursts(len(bodies), rate)
             schedule.write_text("".join(f"{moment:.6f}\n" for moment in moments))
@@ -247,7 +258,7 @@ def main():
                         continue
                     gateway = GATEWAYS[name]
                     try:
-                        result = one(wire, gateway, urls, bodies, lengths, schedule, directory)
+                        result = one(wire, gateway, urls, options.model, hello, bodies, lengths, schedule, directory)
                     except peers.Missing as error:
                         missing[name] = str(error)
                         print(f"{name} is left out: {error}", flush=True)
@@ -268,8 +279,9 @@ def main():
                 server.terminate()
                 server.wait()
             throttle.end()
+    engines = f"{len(urls)} vLLM servers" if options.vllm else f"two llama.cpp servers, model of {options.layers} layers and width {options.hidden}"
     what = (
-        f"two llama.cpp servers of {options.slots} slots, {held}, model of {options.layers} layers and width {options.hidden}; {len(bodies)} requests at {rate:.2f}/s over {moments[-1]:.0f} s,"
+        f"{engines}, {options.slots} slots each, {held}; {len(bodies)} requests at {rate:.2f}/s over {moments[-1]:.0f} s,"
         f" answers of {statistics.fmean(lengths):.0f} tokens on average, {max(lengths)} at most; the last {len(bodies) - len(bodies) // 3} counted; {options.repeats} interleaved repeats, medians."
     )
     found = {"machine": run.machine(), "what": what, "settings": about, "missing": missing, "runs": runs}
@@ -277,6 +289,16 @@ def main():
     text = markdown(found)
     (options.out / "engine.md").write_text(text)
     print("\n" + text)
+
+
+def start(servers, options, model):
+    """Starts two llama.cpp servers; their addresses."""
+    subprocess.run([python(), CLIENTS / "toy_gguf.py", model, str(options.hidden), str(options.layers)], check=True, stdout=subprocess.DEVNULL)
+    ports = [peers.free_port() for _ in range(2)]
+    for port in ports:
+        command = [python(), __file__, "serve", model, port, options.slots, 4096]
+        servers.append(subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    return [f"http://127.0.0.1:{port}" for port in ports]
 
 
 def hold(throttle, servers):

@@ -118,7 +118,7 @@ impl Backend {
 
     /// Whether it has as much as it can use: then its throughput is its capacity.
     pub fn is_saturated(&self) -> bool {
-        let full = self.in_flight >= self.limit() || self.load.waiting.is_some_and(|waiting| waiting > 0);
-        self.state.standing == Standing::Healthy && self.in_flight > 0 && full
+        let full = || self.in_flight >= self.limit() || self.load.waiting.is_some_and(|waiting| waiting > 0);
+        self.in_flight > 0 && self.state.standing == Standing::Healthy && full()
     }
 }

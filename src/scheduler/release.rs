@@ -9,10 +9,13 @@ use super::table::Stage;
 impl Scheduler {
     /// Releases whatever there is room for.
     pub(super) fn settle(&mut self, actions: &mut Vec<Action>) {
-        loop {
+        // Hundreds of backends are looked at after every event, few of them have something to do.
+        while self.waiting() > 0 {
             let before = self.counters.released;
             for index in 0..self.backends.len() {
-                self.release_own(index, actions);
+                if !self.backends[index].queue.is_empty() {
+                    self.release_own(index, actions);
+                }
             }
             while let Some(Theft { thief, victim, turn }) = self.theft() {
                 self.release(victim, thief, turn, actions);
@@ -110,7 +113,7 @@ impl Scheduler {
 
     /// A tenant has now had this much.
     pub(super) fn served(&mut self, tenant: Option<TenantId>, service: Service) {
-        for backend in &mut self.backends {
+        for backend in self.backends.iter_mut().filter(|backend| !backend.queue.is_empty()) {
             backend.queue.served(tenant, service);
         }
     }
