@@ -88,7 +88,7 @@ const STRINGS: [&str; 14] = [
 fn value(chance: &mut Chance, depth: usize, out: &mut String) {
     blank(chance, out);
     match chance.below(if depth == 0 { 7 } else { 10 }) {
-        0 => out.push_str(chance.pick(&["null", "true", "false", "nul", "True"][..if chance.0 % 16 == 0 { 5 } else { 3 }])),
+        0 => out.push_str(chance.pick(&["null", "true", "false", "nul", "True"][..if chance.0.is_multiple_of(16) { 5 } else { 3 }])),
         1 => out.push_str(chance.pick(&["0", "-0", "1", "100", "100.0", "1e2", "-1", "4294967296", "18446744073709551616", "0.5", "1E-2"])),
         2 if chance.once_in(16) => out.push_str(chance.pick(&["01", "+1", "1.", ".5", "1e", "-", "1e999", "0x10", "NaN", "'a'"])),
         2..=6 => string(chance, out),

@@ -604,7 +604,7 @@ impl Builder<'_> {
     }
 
     /// The models of one pool: (name, upstream name where it differs), and how much of them may wait.
-    fn models(&mut self, raw: &[TextOr<raw::Model>], place: &Place) -> (Vec<(String, Option<String>)>, BTreeMap<String, QueueLimits>) {
+    fn models(&mut self, raw: &[TextOr<raw::Model>], place: &Place) -> Models {
         let (mut models, mut queues) = (Vec::new(), BTreeMap::new());
         for (index, raw) in raw.iter().enumerate() {
             let place = place.index(index);
@@ -779,6 +779,9 @@ impl Builder<'_> {
         }
     }
 }
+
+/// The models of one pool, as [`Pool::models`] and [`Pool::model_queues`] have them.
+type Models = (Vec<(String, Option<String>)>, BTreeMap<String, QueueLimits>);
 
 /// What pools take over where they say nothing themselves.
 struct Defaults<'a> {
