@@ -217,7 +217,7 @@ impl Writer {
     /// How long the file is by now, whoever else writes to it or empties it; `None` once another one has its place, or none.
     fn in_place(&self) -> Option<u64> {
         let (open, there) = (self.file.metadata().ok()?, fs::metadata(&self.settings.file).ok()?);
-        ((open.dev(), open.ino()) == (there.dev(), there.ino())).then(|| there.len())
+        ((open.dev(), open.ino()) == (there.dev(), there.ino())).then_some(there.len())
     }
 
     fn tell(&mut self, what: &str, error: &io::Error) {

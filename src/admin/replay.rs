@@ -76,8 +76,7 @@ pub(super) struct Replay {
     pub running: usize,
     pub waiting: usize,
     fleet: Vec<Member>,
-    /// Addresses of the engines, and how many streams each was read from.
-    engines: Vec<(String, usize)>,
+    engines: Vec<Read>,
     learnt: Learnt,
     ranker: RankerVersion,
     queue_timeout: Duration,
@@ -321,8 +320,11 @@ fn add_open(gathered: &mut Vec<Gathered>, material: &Material, ended: &[Arc<Ende
     (running, waiting)
 }
 
+/// The address of an engine, and how many streams it was read from.
+type Read = (String, usize);
+
 /// Engines like the pool's healthy ones.
-fn likeness(material: &Material, ended: &[Arc<Ended>]) -> Result<(Vec<Member>, Vec<(String, usize)>), WhatIfError> {
+fn likeness(material: &Material, ended: &[Arc<Ended>]) -> Result<(Vec<Member>, Vec<Read>), WhatIfError> {
     let start = ended.iter().map(|each| each.arrived()).min().unwrap_or(material.at);
     let seconds = |moment: Instant| moment.saturating_duration_since(start).as_secs_f64();
     let (mut all, mut of_backends) = (Vec::with_capacity(ended.len()), HashMap::<&str, Vec<Stay>>::new());
