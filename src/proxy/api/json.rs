@@ -76,10 +76,10 @@ impl<'a> Json<'a> {
     /// The text of a string; `None` if it is something else, or has an escape that stands for no character.
     pub fn string(self) -> Option<Cow<'a, str>> {
         let inner = self.inner()?;
-        if memchr::memchr(b'\\', inner.as_bytes()).is_none() {
-            return Some(Cow::Borrowed(inner));
+        match next_of(inner.as_bytes(), 0, b'\\', b'\\') {
+            None => Some(Cow::Borrowed(inner)),
+            Some(_) => self.read().map(Cow::Owned),
         }
-        self.read().map(Cow::Owned)
     }
 
     /// A string as it is written between its quotes.
@@ -220,7 +220,7 @@ fn string(text: &[u8], at: usize, controls: bool) -> Result<usize, Fault> {
     let start = at + 1;
     let mut at = start;
     let end = loop {
-        at += memchr2(b'"', b'\\', text.get(at..).unwrap_or_default()).ok_or(Fault::Syntax)?;
+        at = next_of(text, at, b'"', b'\\').ok_or(Fault::Syntax)?;
         // Escapes often come in rows: texts in other scripts are written so.
         while text.get(at) == Some(&b'\\') {
             at += match text.get(at + 1) {
@@ -292,14 +292,22 @@ fn end_of_value(text: &[u8], at: usize) -> usize {
 
 /// The index of the quote that ends a string whose text starts at `at`.
 fn end_of_string(text: &[u8], mut at: usize) -> usize {
-    while let Some(found) = memchr2(b'"', b'\\', text.get(at..).unwrap_or_default()) {
-        at += found;
-        if text[at] == b'"' {
-            return at;
+    while let Some(found) = next_of(text, at, b'"', b'\\') {
+        if text[found] == b'"' {
+            return found;
         }
-        at += 2;
+        at = found + 2;
     }
     text.len()
+}
+
+/// The first `a` or `b` from `at` on. Most strings are short: a few bytes are looked at one by one before the search that is fast on long ones is begun.
+fn next_of(text: &[u8], at: usize, a: u8, b: u8) -> Option<usize> {
+    const FEW: usize = 16;
+    let rest = text.get(at..)?;
+    let few = rest.len().min(FEW);
+    let near = rest[..few].iter().position(|byte| *byte == a || *byte == b);
+    near.or_else(|| memchr2(a, b, &rest[few..]).map(|found| few + found)).map(|found| at + found)
 }
 
 /// The first place from `at` on that is not blank.
