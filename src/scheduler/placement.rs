@@ -12,7 +12,7 @@ use super::table::Entry;
 
 /// What a second saved counts where nobody has to wait. There a backlog is what runs beside a request: it takes a share of the engine and no turn, so a second of it
 /// costs less than a second. Measured on conversations at loads from 0.5 to 1.5 (docs/simulator.md): at 1 a conversation leaves its cache for the slightest
-/// difference, at 10 shared system prompts crowd a few backends.
+/// difference, at 10 it stays with a slow backend for too long.
 const BESIDE: f64 = 4.0;
 
 /// What a request asks of a backend.
