@@ -211,28 +211,21 @@ impl Backend {
         }
     }
 
-    /// Looks for signs of life; how long until it is worth looking again, if none comes. `None`: it has been ejected just now.
-    pub(super) fn look(&self) -> Option<Duration> {
+    /// Looks for signs of life. Whether it has been ejected just now for giving none.
+    pub(super) fn look(&self) -> bool {
         let mut state = self.state();
         let (now, pulse) = (Instant::now(), &self.shared.pulse);
         if state.wedged_since.is_some_and(|since| !pulse.is_silent_for(now.saturating_duration_since(since), now)) {
             state.health.gives_signs();
         }
-        let left = match pulse.silence(state.settings.wedged_after, now) {
-            Some(Duration::ZERO) => {
-                let silence = state.settings.wedged_after;
-                let ejected = state.health.wedges(silence);
-                if ejected {
-                    // Whatever it is tried with later has the same time as the first.
-                    pulse.forget(now);
-                }
-                (!ejected).then_some(Duration::MAX)
-            }
-            Some(left) => Some(left),
-            None => Some(Duration::MAX),
-        };
+        let silence = state.settings.wedged_after;
+        let ejected = pulse.silence(silence, now) == Some(Duration::ZERO) && state.health.wedges(silence);
+        if ejected {
+            // Whatever it is tried with later has the same time as the first.
+            pulse.forget(now);
+        }
         self.tell(&mut state);
-        left
+        ejected
     }
 
     /// Takes it out for an operator, or puts it back.

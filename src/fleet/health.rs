@@ -68,6 +68,8 @@ const SUSPICIOUS_INTERVAL: Duration = Duration::from_millis(200);
 const SOON: Duration = Duration::from_millis(500);
 /// First and longest wait of an ejected backend for its next probe.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(500), Duration::from_secs(15));
+/// Failed probes since its ejection until which the only hope of a pool is asked again soon: half a minute.
+const ALONE: u32 = 60;
 /// Good probes in a row after which earlier ejections are forgotten: a minute.
 const FORGIVEN: u32 = 12;
 
@@ -312,6 +314,8 @@ impl Health {
             Phase::Ejected if self.loading => SOON,
             // The request that it is tried with may have to wait as long as the last one did.
             Phase::Ejected if self.wedged => self.silence.clamp(BACKOFF.0, BACKOFF.1),
+            // Nobody else can serve: how often it failed before matters less than that it may be back.
+            Phase::Ejected if !self.siblings.anybody() && self.failed < ALONE => SOON,
             Phase::Ejected => {
                 let exponent = (self.failed + self.ejections).saturating_sub(1).min(16);
                 BACKOFF.1.min(BACKOFF.0 * 2_u32.pow(exponent))
@@ -511,11 +515,28 @@ mod tests {
     fn the_dead_are_asked_less_and_less() {
         let mut health = Health::new(Siblings::default());
         let mut waits = Vec::new();
-        for _ in 0..50 {
+        for _ in 0..100 {
             probe(&mut health, Probe::Dead, 1);
             waits.push(health.next_probe());
         }
-        assert!(waits.is_sorted() && waits[0] <= Duration::from_secs(1) && waits[49] == BACKOFF.1, "{waits:?}");
+        assert!(waits.is_sorted() && waits[0] <= Duration::from_secs(1) && waits[99] == BACKOFF.1, "{waits:?}");
+    }
+
+    #[test]
+    fn the_only_hope_of_a_pool_is_asked_soon_whatever_it_did_before() {
+        let siblings = Siblings::default();
+        let (mut health, other) = (healthy(&siblings), healthy(&siblings));
+        for _ in 0..8 {
+            observe(&mut health, Observation::Transport, 3);
+            probe(&mut health, Probe::Ready, 1);
+            observe(&mut health, Observation::Answered, 1);
+        }
+        probe(&mut health, Probe::Dead, 3);
+        assert_eq!(health.next_probe(), BACKOFF.1, "another one serves meanwhile");
+        drop(other);
+        assert_eq!(health.next_probe(), SOON);
+        probe(&mut health, Probe::Dead, ALONE);
+        assert_eq!(health.next_probe(), BACKOFF.1);
     }
 
     #[test]

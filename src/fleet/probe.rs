@@ -17,6 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 const INTRODUCTION: Duration = Duration::from_secs(4);
 /// How often models and capacity are looked at again while all is well: adapters are loaded, models pulled.
 const REFRESH: Duration = Duration::from_secs(30);
+/// How often is looked whether the next probe has come nearer, and for signs of life.
+const LOOK: Duration = Duration::from_secs(1);
 /// Between two probes, however many are asked for.
 const AT_MOST_EVERY: Duration = Duration::from_millis(50);
 
@@ -26,15 +28,23 @@ pub(super) async fn run(backend: Arc<Backend>) {
     let mut jitter = Jitter::new();
     let mut identified_at: Option<Instant> = None;
     loop {
-        let look = backend.look();
-        let wait = jitter.around(backend.next_probe()).min(look.unwrap_or(Duration::MAX)).max(AT_MOST_EVERY);
-        tokio::select! {
-            () = sleep(wait) => {}
-            () = backend.probe_wanted() => sleep(AT_MOST_EVERY).await,
-        }
-        // Before the probe, which may take its time, and which says nothing of what has just been ejected as wedged.
-        if backend.look().is_none() {
-            continue;
+        let (mut since, stretch) = (Instant::now(), jitter.around(Duration::from_secs(1)).as_secs_f64());
+        loop {
+            // What happens to its siblings, and signs of life that do not come, may bring the time nearer.
+            let left = backend.next_probe().mul_f64(stretch).saturating_sub(since.elapsed());
+            let is_wanted = tokio::select! {
+                () = sleep(left.min(LOOK)) => left <= LOOK,
+                () = backend.probe_wanted() => {
+                    sleep(AT_MOST_EVERY).await;
+                    true
+                }
+            };
+            if backend.look() {
+                // A probe says nothing of what has just been ejected as wedged.
+                since = Instant::now();
+            } else if is_wanted {
+                break;
+            }
         }
         let settings = backend.newest_settings();
         http.set_key(settings.api_key.as_ref());
