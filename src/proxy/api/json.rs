@@ -94,12 +94,12 @@ impl<'a> Json<'a> {
 
     /// The elements of an array, in order; `None` if it is none.
     pub fn elements(self) -> Option<Elements<'a>> {
-        self.0.starts_with('[').then(|| Elements { text: self.0, at: 1 })
+        self.0.starts_with('[').then_some(Elements { text: self.0, at: 1 })
     }
 
     /// The members of an object, in order; `None` if it is none.
     pub fn members(self) -> Option<Members<'a>> {
-        self.0.starts_with('{').then(|| Members(Elements { text: self.0, at: 1 }))
+        self.0.starts_with('{').then_some(Members(Elements { text: self.0, at: 1 }))
     }
 }
 
