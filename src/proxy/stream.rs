@@ -476,8 +476,9 @@ impl<'a> Choices<'a> {
         let mut choices = Choices::default();
         let Some(elements) = value.elements() else { return choices };
         choices.is_empty_list = true;
-        for choice in elements.filter_map(Json::members) {
+        for choice in elements {
             choices.is_empty_list = false;
+            let Some(choice) = choice.members() else { continue };
             let mut any = false;
             for (name, value) in choice {
                 match &*name {
