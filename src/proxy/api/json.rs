@@ -267,28 +267,35 @@ fn number(text: &[u8], mut at: usize) -> Result<usize, Fault> {
 }
 
 /// Behind the value that starts at `at` of a text that was walked over.
-fn end_of_value(text: &[u8], at: usize) -> usize {
+fn end_of_value(text: &[u8], mut at: usize) -> usize {
     let mut depth = 0;
-    let mut at = at;
-    while let Some(byte) = text.get(at) {
-        match byte {
-            b'"' => at = end_of_string(text, at + 1),
-            b'{' | b'[' => depth += 1,
-            b'}' | b']' => depth -= 1,
-            b',' | b':' | b' ' | b'\t' | b'\n' | b'\r' => {
-                at += 1;
-                continue;
-            }
-            _ if depth == 0 => return at + text[at..].iter().take_while(|byte| !b",]} \t\n\r".contains(byte)).count(),
-            _ => {}
+    loop {
+        match text.get(at) {
+            Some(b'"') => at = end_of_string(text, at + 1) + 1,
+            Some(b'{' | b'[') => (at, depth) = (at + 1, depth + 1),
+            Some(b'}' | b']') => (at, depth) = (at + 1, depth - 1),
+            Some(_) if depth == 0 => return at + text[at..].iter().take_while(|byte| !b",]} \t\n\r".contains(byte)).count(),
+            Some(_) => {}
+            None => return text.len(),
         }
-        at += 1;
         if depth == 0 {
-            break;
+            return at;
         }
+        // What else stands between brackets begins and ends nothing.
+        at += text[at.min(text.len())..].iter().take_while(|byte| !BOUNDS[usize::from(**byte)]).count();
     }
-    at
 }
+
+/// The bytes that begin or end strings, arrays and objects.
+const BOUNDS: [bool; 256] = {
+    let mut bounds = [false; 256];
+    let mut at = 0;
+    while at < 5 {
+        bounds[br#""{}[]"#[at] as usize] = true;
+        at += 1;
+    }
+    bounds
+};
 
 /// The index of the quote that ends a string whose text starts at `at`.
 fn end_of_string(text: &[u8], mut at: usize) -> usize {
