@@ -242,9 +242,8 @@ async fn what_if(State(admin): State<Admin>, body: Bytes) -> Response {
         Ok(compared) => Json(compared).into_response(),
         Err(error) => {
             let (status, code) = match &error {
-                WhatIfError::Body(_) | WhatIfError::Minutes | WhatIfError::Policy(_) | WhatIfError::Policies => {
-                    (StatusCode::BAD_REQUEST, "bad_question")
-                }
+                WhatIfError::Body(_) | WhatIfError::Minutes | WhatIfError::Policies => (StatusCode::BAD_REQUEST, "bad_question"),
+                WhatIfError::Policy(_) => (StatusCode::NOT_FOUND, "unknown_policy"),
                 WhatIfError::Pool { .. } => (StatusCode::NOT_FOUND, "unknown_pool"),
                 WhatIfError::Request(_) => (StatusCode::NOT_FOUND, "unknown_request"),
                 WhatIfError::Few { .. } | WhatIfError::NoBackend | WhatIfError::Blind { .. } => (StatusCode::CONFLICT, "too_little_is_known"),
