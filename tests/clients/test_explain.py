@@ -89,7 +89,7 @@ def test_the_last_requests_run_again_under_other_policies(launch):
     for wrong, code in (
         ({"minutes": 0}, 400),
         ({"policies": []}, 400),
-        ({"policies": ["/etc/passwd"]}, 400),
+        ({"policies": ["/etc/passwd"]}, 404),
         ({"minuets": 5}, 400),
         ({"pool": "nowhere"}, 404),
         ({"request": "nobody"}, 404),
