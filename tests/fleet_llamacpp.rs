@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use headway::config::BackendSettings;
 use headway::fleet::{self, Backend, EngineKind, Listener, Siblings};
-use headway::scheduler::{BackendId, BackendState, Load, Slots, Standing, Weight};
+use headway::scheduler::{BackendId, BackendState, Load, Slots, Standing};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -115,17 +115,7 @@ async fn a_llama_cpp_server_is_understood() {
     let dir = tempfile::tempdir().expect("a folder for the model");
     let model = toy_model(dir.path());
     let port = TcpListener::bind("127.0.0.1:0").and_then(|free| free.local_addr()).expect("a free port").port();
-    let settings = BackendSettings {
-        url: format!("http://127.0.0.1:{port}").parse().expect("a URL"),
-        engine: None,
-        slots: None,
-        weight: Weight::ONE,
-        api_key: None,
-        kv_tokens: None,
-        prefix_cache: None,
-        priority: false,
-        wedged_after: Duration::from_secs(60),
-    };
+    let settings = BackendSettings::new(format!("http://127.0.0.1:{port}").parse().expect("a URL"));
     let backend = Arc::new(Backend::new(BackendId(1), settings, &Siblings::default()));
     let (sender, mut news) = mpsc::unbounded_channel();
     // Nothing listens yet: the watch starts all the same, and finds it later.

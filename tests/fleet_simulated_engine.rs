@@ -8,7 +8,7 @@ use headway::config::BackendSettings;
 use headway::engine::Profile;
 use headway::engine::server::{Server, ServerConfig};
 use headway::fleet::{self, Backend, EngineKind, Listener, Siblings};
-use headway::scheduler::{BackendId, BackendState, Load, Slots, Standing, Weight};
+use headway::scheduler::{BackendId, BackendState, Load, Slots, Standing};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
@@ -40,17 +40,7 @@ struct Watched {
 
 impl Watched {
     fn new(id: u32, server: &Server, siblings: &Siblings) -> Watched {
-        let settings = BackendSettings {
-            url: server.url().parse().expect("a URL"),
-            engine: None,
-            slots: None,
-            weight: Weight::ONE,
-            api_key: None,
-            kv_tokens: None,
-            prefix_cache: None,
-            priority: false,
-            wedged_after: Duration::from_secs(60),
-        };
+        let settings = BackendSettings::new(server.url().parse().expect("a URL"));
         let backend = Arc::new(Backend::new(BackendId(id), settings, siblings));
         let (sender, news) = mpsc::unbounded_channel();
         Watched { _guard: fleet::watch(Arc::clone(&backend), Ear(sender)), backend, news }

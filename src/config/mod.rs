@@ -37,7 +37,6 @@ pub(crate) mod reading {
     pub(crate) use super::validate::{Checker, Place};
 }
 
-use crate::scheduler::Weight;
 use text::FromText;
 use validate::{Environment, show_bytes, show_duration};
 
@@ -76,17 +75,7 @@ pub fn from_backends(urls: &[BackendUrl], listen: SocketAddr, admin: SocketAddr,
     let mut backends: Vec<BackendSettings> = Vec::new();
     for url in urls {
         if backends.iter().all(|known| known.url != *url) {
-            backends.push(BackendSettings {
-                url: url.clone(),
-                engine: None,
-                slots: None,
-                weight: Weight::ONE,
-                api_key: None,
-                kv_tokens: None,
-                prefix_cache: None,
-                priority: false,
-                wedged_after: DEFAULT_WEDGED_AFTER,
-            });
+            backends.push(BackendSettings::new(url.clone()));
         }
     }
     let pool = Pool {

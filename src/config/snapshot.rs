@@ -327,6 +327,23 @@ pub struct BackendSettings {
     pub wedged_after: Duration,
 }
 
+impl BackendSettings {
+    /// A backend of which nothing is said but where it is.
+    pub fn new(url: BackendUrl) -> BackendSettings {
+        BackendSettings {
+            url,
+            engine: None,
+            slots: None,
+            weight: Weight::ONE,
+            api_key: None,
+            kv_tokens: None,
+            prefix_cache: None,
+            priority: false,
+            wedged_after: DEFAULT_WEDGED_AFTER,
+        }
+    }
+}
+
 /// `http://host:port` with an optional path prefix.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BackendUrl {

@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use super::*;
 use crate::config::{BackendSettings, Secret};
-use crate::scheduler::{BackendId, BackendState, Load, Slots, Standing, Weight};
+use crate::scheduler::{BackendId, BackendState, Load, Slots, Standing};
 
 /// An HTTP server that answers from a table of paths, which a test may change while it runs. 404 for all others.
 struct Fake {
@@ -133,17 +133,7 @@ impl Watched {
 }
 
 fn settings(url: &str) -> BackendSettings {
-    BackendSettings {
-        url: url.parse().unwrap(),
-        engine: None,
-        slots: None,
-        weight: Weight::ONE,
-        api_key: None,
-        kv_tokens: None,
-        prefix_cache: None,
-        priority: false,
-        wedged_after: Duration::from_secs(60),
-    }
+    BackendSettings::new(url.parse().unwrap())
 }
 
 const MODELS_VLLM: &str =

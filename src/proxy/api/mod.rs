@@ -615,20 +615,7 @@ mod tests {
     }
 
     fn any_json() -> impl Strategy<Value = Value> {
-        let leaf = prop_oneof![
-            Just(Value::Null),
-            any::<bool>().prop_map(Value::from),
-            any::<i64>().prop_map(Value::from),
-            any::<i32>().prop_map(|eighths| Value::from(f64::from(eighths) / 8.0)),
-            "[a-z\"\\\\{}\\[\\]é ]{0,12}".prop_map(Value::from),
-        ];
-        leaf.prop_recursive(4, 64, 8, |inner| {
-            prop_oneof![
-                prop::collection::vec(inner.clone(), 0..6).prop_map(Value::from),
-                prop::collection::vec(("(model|priority|stream_options|include_usage|messages|role|content|[a-z]{1,4})", inner), 0..6)
-                    .prop_map(|fields| Value::Object(fields.into_iter().collect())),
-            ]
-        })
+        json::tests::any_json("[a-z\"\\\\{}\\[\\]é ]{0,12}", "(model|priority|stream_options|include_usage|messages|role|content|[a-z]{1,4})")
     }
 
     proptest! {
