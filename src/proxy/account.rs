@@ -210,7 +210,7 @@ impl Account {
     /// # Errors
     /// Too much waits already. Who has waited before is not refused.
     pub fn takes_places(&self, model: Option<Room>, bytes: u64) -> Result<[Option<Place>; 3], Refused> {
-        let enter = |room: Option<&Room>| room.map(|room| room.enter(bytes, self.queued.is_some())).transpose();
+        let enter = |room: Option<&Room>| room.map(|room| room.enter(bytes, self.queued.is_some(), Instant::now())).transpose();
         Ok([enter(self.room.as_ref())?, enter(self.tenant().and_then(Tenant::room))?, enter(model.as_ref())?])
     }
 

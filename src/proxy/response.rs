@@ -105,8 +105,8 @@ impl Failure {
             Failure::Refused(Refused::Rate { what: What::Requests, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_requests"),
             Failure::Refused(Refused::Rate { what: What::InputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_input_tokens"),
             Failure::Refused(Refused::Rate { what: What::OutputTokens, .. }) => (StatusCode::TOO_MANY_REQUESTS, "rate_limit_output_tokens"),
-            Failure::Refused(Refused::Concurrent(_)) => (StatusCode::TOO_MANY_REQUESTS, "concurrent_requests"),
-            Failure::Refused(Refused::Waiting { whose, what }) => {
+            Failure::Refused(Refused::Concurrent { .. }) => (StatusCode::TOO_MANY_REQUESTS, "concurrent_requests"),
+            Failure::Refused(Refused::Waiting { whose, what, .. }) => {
                 let reason = match (whose, what) {
                     (Whose::Key, Full::Requests(_)) => "key_queue_requests",
                     (Whose::Key, Full::Bytes(_)) => "key_queue_bytes",
@@ -281,6 +281,7 @@ mod tests {
         let second = Duration::from_secs(1);
         let io = || std::io::Error::other("x");
         let rate = |what| Failure::from(Refused::Rate { what, limit: 10, wait: Duration::from_millis(1001) });
+        let waiting = |whose, what| Failure::from(Refused::Waiting { whose, what, wait: Duration::from_millis(2001) });
         for (failure, status, code, retry) in [
             (BadBody::Missing("model").into(), 400, "missing_field", None),
             (BadBody::TooDeep.into(), 400, "invalid_body", None),
@@ -292,10 +293,10 @@ mod tests {
             (rate(What::Requests), 429, "rate_limit_requests", Some("2")),
             (rate(What::InputTokens), 429, "rate_limit_input_tokens", Some("2")),
             (rate(What::OutputTokens), 429, "rate_limit_output_tokens", Some("2")),
-            (Refused::Concurrent(5).into(), 429, "concurrent_requests", Some("1")),
-            (Refused::Waiting { whose: Whose::Key, what: Full::Requests(5) }.into(), 429, "key_queue_requests", Some("1")),
-            (Refused::Waiting { whose: Whose::Tenant, what: Full::Requests(5) }.into(), 429, "tenant_queue_requests", Some("1")),
-            (Refused::Waiting { whose: Whose::Model, what: Full::Bytes(5) }.into(), 429, "model_queue_bytes", Some("1")),
+            (Refused::Concurrent { limit: 5, wait: second }.into(), 429, "concurrent_requests", Some("1")),
+            (waiting(Whose::Key, Full::Requests(5)), 429, "key_queue_requests", Some("3")),
+            (waiting(Whose::Tenant, Full::Requests(5)), 429, "tenant_queue_requests", Some("3")),
+            (waiting(Whose::Model, Full::Bytes(5)), 429, "model_queue_bytes", Some("3")),
             (Failure::UnknownPath("/x".into()), 404, "unknown_path", None),
             (Failure::WrongMethod { path: "/v1/models".into(), allowed: "GET" }, 405, "wrong_method", None),
             (Failure::HeadTooLarge { limit: 5 }, 431, "head_too_large", None),

@@ -12,7 +12,7 @@ use super::table::{Entry, Stage};
 use super::time::Time;
 
 /// The longest time, in seconds, that a client is asked to stay away: predictions further out are guesses.
-const LONGEST_RETRY: f64 = 600.0;
+pub const LONGEST_RETRY: f64 = 600.0;
 /// Seconds until a client should look again whether a backend is back.
 const NO_BACKEND_RETRY: f64 = 5.0;
 /// Share of a full queue that has to drain before a refused client should try again; sooner, it would find the queue full again.

@@ -49,6 +49,7 @@ pub mod invariants;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+pub use arrivals::LONGEST_RETRY;
 pub use calibration::{Learnt, Sample};
 pub use closeup::{Calibrated, Position, QueueView, RequestView, StageView, Standpoint};
 pub(crate) use concordance::tau_b;

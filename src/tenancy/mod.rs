@@ -3,10 +3,11 @@
 //! A request shows a key, whose SHA-256 names its tenant. What it takes from its tenant's limits it holds as an [`Admission`]: dropped with the request, that
 //! gives back what was not used, whatever became of it.
 //!
-//! `allowance` so much a minute · `key` making keys · `priority` how urgent · `room` how much of an owner may wait · `strangers` who shows keys that nobody has.
+//! `allowance` so much a minute · `key` making keys · `pace` how fast places come free · `priority` how urgent · `room` how much of an owner may wait · `strangers` who shows keys that nobody has.
 
 mod allowance;
 mod key;
+mod pace;
 mod priority;
 mod room;
 mod strangers;
@@ -14,7 +15,7 @@ mod strangers;
 use std::collections::{BTreeMap, HashMap};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use http::HeaderMap;
@@ -26,6 +27,7 @@ pub use key::{KeyHash, NewKey, NoChance, NotAHash};
 pub use priority::Priority;
 pub use room::{Full, Place, Room, Whose};
 
+use pace::Pace;
 use strangers::Strangers;
 
 use crate::config::{KeySettings, TenantLimits, TenantSettings};
@@ -62,8 +64,16 @@ pub struct Tenant {
     id: TenantId,
     meters: Arc<Meters>,
     /// Requests here, waiting or running. Goes on over reloads, whatever becomes of the limits.
-    held: Arc<AtomicU64>,
+    held: Arc<Here>,
     room: Room,
+}
+
+/// A tenant's requests that are here.
+#[derive(Default)]
+struct Here {
+    requests: AtomicU64,
+    /// How fast they end. Nobody looks at it where as many may be here as will.
+    pace: Mutex<Pace>,
 }
 
 /// What is counted against a tenant's limits.
@@ -89,10 +99,10 @@ pub enum Refused {
     Model(String),
     #[error("the limit of {limit} {what} a minute is reached; try again in {} s", seconds(*.wait))]
     Rate { what: What, limit: u64, wait: Duration },
-    #[error("{0} requests of this API key's tenant are here already, which is as many as it may have at once")]
-    Concurrent(u64),
-    #[error("{}", full(*.whose, *.what))]
-    Waiting { whose: Whose, what: Full },
+    #[error("{limit} requests of this API key's tenant are here already, which is as many as it may have at once; try again in {} s", seconds(*.wait))]
+    Concurrent { limit: u64, wait: Duration },
+    #[error("{}; try again in {} s", full(*.whose, *.what), seconds(*.wait))]
+    Waiting { whose: Whose, what: Full, wait: Duration },
 }
 
 /// What there is a limit of, per minute.
@@ -136,8 +146,9 @@ impl Refused {
     /// Seconds after which it is worth trying again, where that can be said.
     pub fn retry_after(&self) -> Option<u32> {
         match self {
-            Refused::Rate { wait, .. } | Refused::UnknownKeys { wait, .. } => Some(u32::try_from(seconds(*wait)).unwrap_or(u32::MAX)),
-            Refused::Concurrent(_) | Refused::Waiting { .. } => Some(1),
+            Refused::Rate { wait, .. } | Refused::UnknownKeys { wait, .. } | Refused::Concurrent { wait, .. } | Refused::Waiting { wait, .. } => {
+                Some(u32::try_from(seconds(*wait)).unwrap_or(u32::MAX))
+            }
             Refused::NoKey | Refused::UnknownKey | Refused::Model(_) => None,
         }
     }
@@ -236,7 +247,7 @@ impl Tenant {
 
     /// Requests of it that are here now.
     pub fn held(&self) -> u64 {
-        self.held.load(Ordering::Relaxed)
+        self.held.requests.load(Ordering::Relaxed)
     }
 
     /// Takes a request of `input` prompt tokens, by estimate, that may produce at most `most` output tokens. Of these it reserves what is likely: the tenant's
@@ -248,11 +259,16 @@ impl Tenant {
         let (meters, limits) = (&self.meters, &self.settings.limits);
         let typical = *meters.typical.lock().unwrap_or_else(PoisonError::into_inner);
         let output = u64::from(most).min((typical.round() as u64).max(1));
-        let held = self.held.fetch_add(1, Ordering::Relaxed);
+        let held = self.held.requests.fetch_add(1, Ordering::Relaxed);
         // From here on, a drop gives back what was taken so far.
-        let mut admission = Admission { tenant: Arc::clone(self), meters: Arc::clone(meters), input: 0, output: 0 };
-        if let Some(most) = limits.concurrent_requests.filter(|most| held >= *most) {
-            return Err(Refused::Concurrent(most));
+        let mut admission = Admission { tenant: Arc::clone(self), meters: Arc::clone(meters), input: 0, output: 0, since: now };
+        if let Some(limit) = limits.concurrent_requests {
+            if held >= limit {
+                return Err(Refused::Concurrent { limit, wait: self.pace().until(held - limit + 1, now) });
+            }
+            if held == 0 {
+                self.pace().begins(now);
+            }
         }
         let take = |of: &Option<Allowance>, amount: u64, what, limit: Option<u64>| match of {
             Some(allowance) => allowance.take(amount, now).map_err(|wait| Refused::Rate { what, limit: limit.unwrap_or_default(), wait }),
@@ -267,6 +283,10 @@ impl Tenant {
         // Last: a request cannot be given back, since it was one whatever became of it.
         take(&meters.requests, 1, What::Requests, limits.requests_per_minute)?;
         Ok(admission)
+    }
+
+    fn pace(&self) -> MutexGuard<'_, Pace> {
+        self.held.pace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -323,6 +343,7 @@ pub struct Admission {
     /// Tokens reserved.
     input: u64,
     output: u64,
+    since: Instant,
 }
 
 impl Admission {
@@ -365,7 +386,11 @@ impl Drop for Admission {
     fn drop(&mut self) {
         self.meters.settle(&self.meters.input, self.input, 0);
         self.meters.settle(&self.meters.output, self.output, 0);
-        self.tenant.held.fetch_sub(1, Ordering::Relaxed);
+        self.tenant.held.requests.fetch_sub(1, Ordering::Relaxed);
+        if self.tenant.settings.limits.concurrent_requests.is_some() {
+            let now = Instant::now();
+            self.tenant.pace().left(now.saturating_duration_since(self.since), now);
+        }
     }
 }
 
@@ -454,7 +479,7 @@ mod tests {
         let too_much = tenant.admit(550, 50, now).err();
         assert_eq!(too_much, Some(Refused::Rate { what: What::InputTokens, limit: 600, wait: Duration::from_secs(5) }));
         let second = tenant.admit(100, Tokens::MAX, now).unwrap();
-        assert_eq!(tenant.admit(1, Tokens::MAX, now).err(), Some(Refused::Concurrent(2)));
+        assert_eq!(tenant.admit(1, Tokens::MAX, now).err(), Some(Refused::Concurrent { limit: 2, wait: Duration::ZERO }));
         let left = |of: &Option<Allowance>| of.as_ref().unwrap().standing(now).left;
         let meters = &tenant.meters;
         assert_eq!((left(&meters.requests), left(&meters.input), left(&meters.output)), (4, 400, 600 - 50 - 256));
@@ -494,6 +519,29 @@ mod tests {
         assert!(second.who(&headers("x-api-key", "k"), None).is_err(), "the old key is gone");
         drop(held);
         assert_eq!(of(&second, "a").held(), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn one_too_many_at_once_is_told_when_one_will_have_ended() {
+        let limits = |most| TenantLimits { concurrent_requests: Some(most), ..TenantLimits::default() };
+        let tenancy = |most, before| Tenancy::new(&keys([settings("a", "k", limits(most))]), before, Instant::now());
+        let first = tenancy(2, None);
+        let admit = |tenancy: &Tenancy| tenancy.tenants["a"].admit(1, Tokens::MAX, Instant::now());
+        let told = |tenancy: &Tenancy| admit(tenancy).err().and_then(|refused| refused.retry_after());
+        let mut running = std::collections::VecDeque::from([admit(&first).unwrap(), admit(&first).unwrap()]);
+        assert_eq!(told(&first), Some(1), "none has ended, and none has run for long");
+        for _ in 0..10 {
+            tokio::time::advance(Duration::from_secs(4)).await;
+            assert!(told(&first) <= Some(4), "who is refused does not count as one that ended");
+            running.pop_front();
+            running.push_back(admit(&first).unwrap());
+        }
+        let refused = admit(&first).err().unwrap();
+        assert_eq!(refused.retry_after(), Some(4));
+        assert!(refused.to_string().ends_with("; try again in 4 s"), "{refused}");
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let second = tenancy(1, Some(&first));
+        assert_eq!((told(&first), told(&second)), (Some(3), Some(7)), "of the lower limit, two have to end");
     }
 
     #[tokio::test(start_paused = true)]
