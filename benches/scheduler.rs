@@ -1,4 +1,5 @@
-//! What one event costs the scheduling core with 10 to a million requests waiting, what rebuilding all keys costs, and how much memory a waiting request takes.
+//! What one event costs the scheduling core with 10 to a million requests waiting, what one request costs it with 4 to 200 backends, what rebuilding all keys costs,
+//! and how much memory a waiting request takes.
 //!
 //! `cargo bench --no-default-features --bench scheduler`
 
@@ -35,6 +36,8 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const CROWDS: [usize; 4] = [10, 10_000, 100_000, 1_000_000];
+/// Backends, and the slots of each: as many together, whatever their number.
+const POOLS: [(u32, u32); 3] = [(4, 200), (50, 16), (200, 4)];
 
 fn policy(gamma: Gamma) -> Policy {
     let parts = PolicyParts {
@@ -58,9 +61,11 @@ fn history(random: u64) -> Arc<History> {
     Arc::new(History::new([system].into_iter().chain(turns), None))
 }
 
-/// A pool of four backends with 64 slots each, all taken, and requests of all lengths that wait.
+/// A pool and requests of all lengths.
 struct Pool {
     scheduler: Scheduler,
+    /// Whether requests are turns of conversations.
+    histories: bool,
     now: u64,
     next: u64,
     random: u64,
@@ -69,18 +74,24 @@ struct Pool {
 }
 
 impl Pool {
+    /// Four backends with 64 slots each, all taken, and so many that wait.
     fn with_waiting(waiting: usize) -> Self {
+        Pool::of((4, 64), 256 + waiting, true)
+    }
+
+    fn of((backends, slots): (u32, u32), requests: usize, histories: bool) -> Self {
         let limits = Limits { queue_requests: 2_000_000, queue_bytes: u64::MAX, max_output: 4096 };
         let mut pool = Pool {
             scheduler: Scheduler::new(policy(Gamma::Adaptive), limits, 1),
+            histories,
             now: 0,
             next: 0,
             random: 1,
             running: Vec::new(),
             actions: Vec::new(),
         };
-        for id in 0..4 {
-            let slots = Slots::Fixed(64);
+        for id in 0..backends {
+            let slots = Slots::Fixed(slots);
             let state = BackendState {
                 standing: Standing::Healthy,
                 slots,
@@ -91,7 +102,7 @@ impl Pool {
             };
             pool.handle(Event::BackendChanged(BackendId(id), state));
         }
-        for _ in 0..waiting + 256 {
+        for _ in 0..requests {
             pool.arrive();
         }
         pool
@@ -131,7 +142,7 @@ impl Pool {
             unscored: false,
             excluded: Vec::new(),
             tenant: None,
-            history: Some(history(random)),
+            history: self.histories.then(|| history(random)),
             oracle_output: None,
         }
     }
@@ -210,6 +221,28 @@ fn events(criterion: &mut Criterion) {
     group.finish();
 }
 
+/// What a request costs from its arrival to its end, by how many backends there are.
+fn backends(criterion: &mut Criterion) {
+    let slots: usize = 800;
+    for (name, requests, histories) in
+        [("nothing waits", slots / 4, false), ("nothing waits, conversations", slots / 4, true), ("10,000 wait", slots + 10_000, false)]
+    {
+        let mut group = criterion.benchmark_group(format!("one request by backends, {name}"));
+        group.sample_size(20);
+        for shape in POOLS {
+            let mut pool = Pool::of(shape, requests, histories);
+            group.bench_function(BenchmarkId::from_parameter(shape.0), |bencher| {
+                bencher.iter(|| {
+                    pool.arrive();
+                    pool.progress();
+                    pool.finish();
+                });
+            });
+        }
+        group.finish();
+    }
+}
+
 fn rebuilds(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("rebuild of all keys");
     group.sample_size(10);
@@ -232,11 +265,11 @@ fn rebuilds(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, events, rebuilds);
+criterion_group!(benches, events, backends, rebuilds);
 
 fn main() {
-    // Without `--bench` this is a test that the benchmarks run at all.
-    if std::env::args().any(|argument| argument == "--bench") {
+    // Without `--bench` this is a test that the benchmarks run at all; with a name it is about the benchmarks of that name.
+    if std::env::args().skip(1).all(|argument| argument == "--bench") && std::env::args().len() > 1 {
         memory();
         quantiles();
     }

@@ -67,20 +67,20 @@ impl Scheduler {
             entry.attained = entry.attained.max(self.sessions.attained(self.now, request.tenant, session));
         }
         self.predict(&mut entry);
-        if self.backends.iter().all(|backend| !backend.queue.has_restricted()) {
+        if !self.restrictions.is_empty() && self.backends.iter().all(|backend| !backend.queue.has_restricted()) {
             self.restrictions.clear();
         }
-        let too_small = too_small(&self.backends, request.prompt_tokens, request.max_output);
+        let too_small = too_small(&self.backends, &self.sizes, request.prompt_tokens, request.max_output);
         let restriction = self.restrictions.intern(Restriction { excluded: request.excluded.clone(), too_small });
-        let index = self.choose(Demand::of(&entry), restriction).map_err(|reason| match reason {
+        let index = self.choose(&Demand::of(&entry), restriction).map_err(|reason| match reason {
             Reason::NoHealthyBackend => (reason, NO_BACKEND_RETRY),
             _ => (reason, self.queued_seconds()),
         })?;
         entry.backend = index as u32;
-        entry.cached = self.backends[index].cached(entry.history.as_deref(), entry.prompt);
+        entry.cached = self.backends[index].cached(&entry.sought());
         let work = self.keying.work(&entry);
         entry.work = work as f32;
-        if let Some(margin) = self.margin() {
+        if let Some(margin) = self.margin().filter(|_| self.waiting() > 0) {
             let wait = self.predicted_wait(&entry);
             let left = request.expires.since(self.now).as_secs_f64();
             if wait > left * margin {
@@ -140,15 +140,8 @@ impl Scheduler {
 
     /// Predicted seconds until all that waits has been started, by the backends that take requests.
     pub(super) fn queued_seconds(&self) -> f64 {
-        let (speed, parallel) = (self.keying.speed, self.parallel());
-        let queued: f64 = self.backends.iter().map(|backend| speed.seconds(backend.queued.prompt, backend.queued.output)).sum();
-        if parallel > 0.0 { queued / parallel } else { 0.0 }
-    }
-
-    /// How many backends of the pool's speed the ones that take requests are worth.
-    pub(super) fn parallel(&self) -> f64 {
-        let taking = self.backends.iter().filter(|backend| backend.takes_requests());
-        taking.map(|backend| self.keying.speed.output / backend.speed.output).sum()
+        let queued = self.keying.speed.seconds(self.queued.prompt, self.queued.output);
+        if self.parallel > 0.0 { queued / self.parallel } else { 0.0 }
     }
 
     /// Predicted seconds until a request that joins now would be started: by arrival behind everything that waits, else behind what is smaller; but not behind
@@ -173,8 +166,7 @@ impl Scheduler {
     /// How many times as long as its deadline a request's predicted wait may be; `None` while waits cannot be predicted. In overload a prediction holds: the order is by
     /// work. Otherwise it says what goes first at least, and speeds that were never seen say nothing.
     fn margin(&self) -> Option<f64> {
-        let known = || self.backends.iter().filter(|backend| backend.takes_requests()).all(|backend| backend.learner.speed().is_some());
-        if self.overload.active() { Some(1.0) } else { known().then_some(HOPELESS) }
+        if self.overload.active() { Some(1.0) } else { self.attention.speeds_known().then_some(HOPELESS) }
     }
 
     /// How far one tenant may be ahead of another that waits.
@@ -184,7 +176,7 @@ impl Scheduler {
             Lead::Within(within) => within.as_secs_f64(),
             Lead::Unlimited => return Service::MAX,
         };
-        Service::of(seconds * self.parallel())
+        Service::of(seconds * self.parallel)
     }
 
     /// Puts a waiting entry into the queue of the backend it names.
@@ -194,11 +186,17 @@ impl Scheduler {
         self.waiting_bytes += u64::from(entry.bytes);
         self.waiting_work.add(entry);
         self.expiries.insert((expires, entry.place));
-        let least = || self.backends.iter().filter_map(|backend| backend.queue.least_service()).min();
-        let service = self.shares.joined(item.lane.tenant, entry, least);
-        let backend = &mut self.backends[entry.backend as usize];
+        let alone = self.shares.alone().filter(|(_, tenant)| *tenant != item.lane.tenant);
+        let service = self.shares.joined(item.lane.tenant, entry);
+        self.queued.add(entry.uncached(), entry.expected);
+        let index = entry.backend as usize;
+        let backend = &mut self.backends[index];
         backend.queued.add(entry.uncached(), entry.expected);
         backend.queue.insert(item, service);
+        self.queue_changed(index);
+        if let Some((service, tenant)) = alone {
+            self.served(tenant, service);
+        }
     }
 
     /// Takes a waiting entry out of its queue.
@@ -209,9 +207,12 @@ impl Scheduler {
         self.waiting_work.subtract(entry);
         self.expiries.remove(&(expires, entry.place));
         self.shares.left(item.lane.tenant, entry);
-        let backend = &mut self.backends[entry.backend as usize];
+        self.queued.subtract(entry.uncached(), entry.expected);
+        let index = entry.backend as usize;
+        let backend = &mut self.backends[index];
         backend.queued.subtract(entry.uncached(), entry.expected);
         backend.queue.remove(item);
+        self.queue_changed(index);
     }
 }
 

@@ -1,9 +1,8 @@
 //! One backend as the scheduler knows it.
 
 use super::event::{BackendId, BackendState, Load, Standing, Tokens};
-use super::history::History;
 use super::outlook::Sketch;
-use super::prefixes::Prefixes;
+use super::prefixes::{Prefixes, Sought};
 use super::queue::Queue;
 use super::speed::{Speed, SpeedLearner};
 use super::table::{Entry, Resident};
@@ -102,8 +101,8 @@ impl Backend {
     }
 
     /// How many of a prompt's tokens it probably need not compute.
-    pub fn cached(&self, history: Option<&History>, prompt: Tokens) -> Tokens {
-        self.prefixes.cached(history, prompt, self.state.kv_tokens)
+    pub fn cached(&self, sought: &Sought) -> Tokens {
+        self.prefixes.cached(sought, self.state.kv_tokens)
     }
 
     /// Whether requests may wait for it.

@@ -29,6 +29,7 @@ impl Scheduler {
         for backend in &mut self.backends {
             backend.window.tick(self.now);
         }
+        self.all_changed();
         self.update_speeds();
         self.shares.prune();
         self.set_leads();
@@ -83,6 +84,13 @@ impl Scheduler {
         for backend in &mut self.backends {
             backend.speed = backend.learner.speed().unwrap_or_else(|| typical.scaled(1.0 / backend.state.weight.get()));
         }
+        self.parallel = self.worth();
+    }
+
+    /// How many backends of the pool's speed the ones that take requests are worth.
+    pub(super) fn worth(&self) -> f64 {
+        let taking = self.backends.iter().filter(|backend| backend.takes_requests());
+        taking.map(|backend| self.keying.speed.output / backend.speed.output).sum()
     }
 
     /// What is known of the speed of a backend of weight 1.
@@ -110,6 +118,7 @@ impl Scheduler {
     pub(super) fn rebuild_keys(&mut self) {
         let keying = self.next_keying();
         let before = std::mem::replace(&mut self.keying, keying);
+        self.parallel = self.worth();
         if (before.order, before.overload) != (self.keying.order, self.keying.overload) {
             self.lately.forget();
         }
@@ -119,6 +128,7 @@ impl Scheduler {
         self.counters.rebuilds += 1;
         self.waiting_work = WaitingWork::default();
         self.shares.forget_work();
+        self.queued = Backlog::default();
         for backend in &mut self.backends {
             backend.queued = Backlog::default();
             backend.sketch = Sketch::default();
@@ -135,6 +145,7 @@ impl Scheduler {
             entry.stage = Stage::Waiting { phi, expires, restriction };
             self.waiting_work.add(entry);
             self.shares.reckon(entry.tenant(), entry.reckoned());
+            self.queued.add(entry.uncached(), entry.expected);
             let index = entry.backend as usize;
             self.backends[index].queued.add(entry.uncached(), entry.expected);
             keys[index].push(Key { phi, place: entry.place }, entry.lane(restriction));

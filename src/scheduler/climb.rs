@@ -67,6 +67,11 @@ impl Climb {
         }
     }
 
+    /// Whether it was last told that the window is full and more wait.
+    pub fn is_full(&self) -> bool {
+        self.measuring.is_some()
+    }
+
     /// The next window, if a measurement is complete and asks for another one. `exploring`: in large steps, as long as each one pays.
     pub fn decide(&mut self, now: Time, limit: u32, max: u32, exploring: bool) -> Option<u32> {
         let measuring = self.measuring.as_ref()?;

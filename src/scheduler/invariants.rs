@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use super::Scheduler;
 use super::backend::Backlog;
 use super::event::{Action, BackendId, TenantId};
+use super::membership::Sizes;
 use super::overload::WaitingWork;
 use super::shares::Service;
 use super::table::{Resident, Stage};
@@ -20,6 +21,8 @@ pub enum Violation {
     IdleSlot { backend: BackendId },
     #[error("the sums over {what} are off")]
     Sums { what: &'static str },
+    #[error("what is kept of {what} is not so")]
+    Kept { what: &'static str },
 }
 
 /// Everything below.
@@ -30,7 +33,8 @@ pub fn all(scheduler: &Scheduler, actions: &[Action]) -> Result<(), Violation> {
     conservation(scheduler)?;
     windows(scheduler, actions)?;
     no_idle_slot(scheduler)?;
-    sums(scheduler)
+    sums(scheduler)?;
+    kept(scheduler)
 }
 
 /// Every request that arrived waits, runs, or has ended in exactly one way.
@@ -98,6 +102,7 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     let n = scheduler.backends.len();
     let (mut queued, mut running, mut resident) = (vec![Backlog::default(); n], vec![Backlog::default(); n], vec![Resident::default(); n]);
     let (mut waiting, mut in_flight) = (vec![0usize; n], vec![0u32; n]);
+    let mut all = Backlog::default();
     let (mut bytes, mut work) = (0, WaitingWork::default());
     let mut tenants: BTreeMap<Option<TenantId>, (usize, Service)> = BTreeMap::new();
     for entry in scheduler.table.iter() {
@@ -105,6 +110,7 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
         match entry.stage {
             Stage::Waiting { .. } => {
                 queued[index].add(entry.uncached(), entry.expected);
+                all.add(entry.uncached(), entry.expected);
                 waiting[index] += 1;
                 bytes += u64::from(entry.bytes);
                 work.add(entry);
@@ -120,6 +126,7 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     }
     let each = |what, holds: &dyn Fn(usize) -> bool| if (0..n).all(holds) { Ok(()) } else { Err(Violation::Sums { what }) };
     each("queued work", &|index| scheduler.backends[index].queued == queued[index])?;
+    each("all queued work", &|_| scheduler.queued == all)?;
     each("running work", &|index| scheduler.backends[index].running == running[index])?;
     each("resident tokens", &|index| scheduler.backends[index].resident == resident[index])?;
     each("queues", &|index| scheduler.backends[index].queue.len() == waiting[index] && scheduler.backends[index].queue.is_consistent())?;
@@ -133,10 +140,32 @@ pub fn sums(scheduler: &Scheduler) -> Result<(), Violation> {
     Ok(())
 }
 
+/// Everything that is kept so that it need not be looked for is what looking gives.
+///
+/// # Errors
+/// What is not.
+pub fn kept(scheduler: &Scheduler) -> Result<(), Violation> {
+    let (backends, shares) = (&scheduler.backends, &scheduler.shares);
+    // As long as one tenant waits alone no queue knows what it has had lately.
+    let known = |served: (Service, _)| shares.services().any(|has| has == served || has.1 == served.1 && !shares.compete());
+    let checks = [
+        ("the sizes of backends", scheduler.sizes == Sizes::of(backends)),
+        ("what backends are worth", scheduler.parallel == scheduler.worth()),
+        ("who has to be looked at", scheduler.attention.is_complete(backends, scheduler.waiting() > 0)),
+        ("what tenants have had", shares.is_consistent()),
+        ("what tenants have had in queues", backends.iter().all(|backend| backend.queue.services().all(known))),
+    ];
+    checks.into_iter().try_for_each(|(what, holds)| if holds { Ok(()) } else { Err(Violation::Kept { what }) })
+}
+
 #[cfg(test)]
 mod tests {
+    use super::super::release::Attention;
+    use super::super::shares::Shares;
+    use super::super::speed::SpeedLearner;
     use super::super::tests::{backend, pool, request};
-    use super::super::{Event, Standing, Time};
+    use super::super::window::Window;
+    use super::super::{Event, Request, Slots, Standing, Time};
     use super::*;
 
     /// Two backends of one slot, one request on each and one that waits.
@@ -166,8 +195,9 @@ mod tests {
         let idles = broken(|scheduler| scheduler.backends[0].in_flight -= 1);
         assert!(matches!(idles, Violation::IdleSlot { .. }), "{idles:?}");
         type Change = fn(&mut Scheduler);
-        let changes: [(&str, Change); 8] = [
+        let changes: [(&str, Change); 9] = [
             ("queued work", |scheduler| scheduler.backends.iter_mut().for_each(|backend| backend.queued.add(1, 1))),
+            ("all queued work", |scheduler| scheduler.queued.add(1, 0)),
             ("running work", |scheduler| scheduler.backends[0].running.add(0, 1)),
             ("resident tokens", |scheduler| {
                 let resident = scheduler.table.iter().find(|entry| matches!(entry.stage, Stage::Running { .. })).unwrap().resident();
@@ -189,6 +219,32 @@ mod tests {
             let (mut scheduler, _) = sound();
             change(&mut scheduler);
             assert_eq!(sums(&scheduler), Err(Violation::Sums { what }));
+        }
+        let changes: [(&str, Change); 10] = [
+            ("the sizes of backends", |scheduler| scheduler.backends[1].state.kv_tokens = Some(1000)),
+            ("what backends are worth", |scheduler| scheduler.backends[1].state.standing = Standing::Draining),
+            ("what backends are worth", |scheduler| scheduler.backends[1].speed = scheduler.backends[1].speed.scaled(2.0)),
+            // A window that grew, one that was not told that it is full, a speed that is not measured, and one that is measured for longer than it was said.
+            ("who has to be looked at", |scheduler| scheduler.backends[1].window = Window::new(Slots::Fixed(2))),
+            ("who has to be looked at", |scheduler| scheduler.backends[1].window = Window::new(Slots::Fixed(1))),
+            ("who has to be looked at", |scheduler| scheduler.backends[0].learner = SpeedLearner::default()),
+            ("who has to be looked at", |scheduler| {
+                scheduler.backends[0].learner = SpeedLearner::default();
+                scheduler.backends[0].learner.saturated(Time::ZERO, true);
+            }),
+            ("who has to be looked at", |scheduler| scheduler.attention = Attention::default()),
+            ("what tenants have had in queues", |scheduler| scheduler.shares = Shares::default()),
+            ("what tenants have had in queues", |scheduler| {
+                let request = Request { tenant: Some(TenantId(1)), ..request(4, 1) };
+                scheduler.handle(Time::from_micros(1), Event::Arrived(request), &mut Vec::new());
+                assert_eq!(kept(scheduler), Ok(()));
+                scheduler.shares.released(None, 1.0);
+            }),
+        ];
+        for (what, change) in changes {
+            let (mut scheduler, _) = sound();
+            change(&mut scheduler);
+            assert_eq!(kept(&scheduler), Err(Violation::Kept { what }));
         }
     }
 }

@@ -13,7 +13,6 @@ use super::table::{Entry, Stage};
 impl Scheduler {
     /// A backend joined, or its state changed.
     pub(super) fn backend_changed(&mut self, id: BackendId, state: BackendState, actions: &mut Vec<Action>) {
-        let before = self.sizes();
         let index = match self.by_id.get(&id) {
             // It is gone already.
             None if state.standing == Standing::Gone => return,
@@ -37,10 +36,11 @@ impl Scheduler {
         backend.prefixes.set_present(backend.state.prefix_cache);
         self.update_speeds();
         self.set_leads();
-        let sizes = self.sizes();
-        if sizes != before {
+        let sizes = Sizes::of(&self.backends);
+        let before = std::mem::replace(&mut self.sizes, sizes);
+        if self.sizes != before {
             self.restrict_again(actions);
-            if sizes.context != before.context {
+            if self.sizes.context != before.context {
                 self.rebuild_keys();
             }
         }
@@ -50,6 +50,7 @@ impl Scheduler {
             }
             self.forget_if_gone(index);
         }
+        self.all_changed();
     }
 
     /// Moves a waiting request to the queue that suits it best now, or turns it away.
@@ -57,11 +58,11 @@ impl Scheduler {
         self.leave_queue(slot);
         let entry = self.table.get(slot);
         let (demand, restriction) = (Demand::of(entry), waiting(entry).0.lane.restriction);
-        match self.choose(demand, restriction) {
+        match self.choose(&demand, restriction) {
             Ok(index) => {
                 let entry = self.table.get_mut(slot);
                 entry.backend = index as u32;
-                entry.cached = self.backends[index].cached(entry.history.as_deref(), entry.prompt);
+                entry.cached = self.backends[index].cached(&entry.sought());
                 self.join_queue(slot);
                 self.counters.placed_again += 1;
             }
@@ -79,7 +80,7 @@ impl Scheduler {
             let Stage::Waiting { phi, expires, restriction } = stage else { continue };
             let entry = self.table.get(slot);
             let old = self.restrictions.get(restriction);
-            let too_small = too_small(&self.backends, entry.prompt, entry.max_output());
+            let too_small = too_small(&self.backends, &self.sizes, entry.prompt, entry.max_output());
             if too_small == old.too_small {
                 continue;
             }
@@ -103,6 +104,7 @@ impl Scheduler {
             backend.load = load;
             let iteration = Duration::try_from_secs_f64(f64::from(backend.in_flight) * backend.speed.output).unwrap_or_default();
             backend.window.reported(self.now, load, backend.in_flight, demand, iteration);
+            self.changed(index);
         }
     }
 
@@ -119,22 +121,33 @@ impl Scheduler {
         }
         let moved = |entry: &&mut Entry| entry.backend > index as u32;
         self.table.iter_mut().filter(moved).for_each(|entry| entry.backend -= 1);
-    }
-
-    fn sizes(&self) -> Sizes {
-        let present = self.backends.iter().filter(|backend| backend.state.standing != Standing::Gone);
-        let each: Vec<_> = present.map(|backend| (backend.id, backend.state.context_tokens, backend.state.kv_tokens)).collect();
-        let limited = each.iter().any(|(_, context, kv)| context.is_some() || kv.is_some());
-        let context = each.iter().filter_map(|(_, context, _)| *context).max();
-        // Where nothing is limited nothing can be too small, whoever is there.
-        Sizes { each: if limited { each } else { Vec::new() }, context }
+        self.all_changed();
     }
 }
 
 /// What decides which backends are too small for a request.
-#[derive(PartialEq, Eq)]
-struct Sizes {
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Sizes {
     each: Vec<(BackendId, Option<Tokens>, Option<u64>)>,
     /// The longest context, where known.
     context: Option<Tokens>,
+    /// The shortest context and the smallest KV cache, where any is known.
+    least: (Option<Tokens>, Option<u64>),
+}
+
+impl Sizes {
+    pub fn of(backends: &[Backend]) -> Self {
+        let present = backends.iter().filter(|backend| backend.state.standing != Standing::Gone);
+        let each: Vec<_> = present.map(|backend| (backend.id, backend.state.context_tokens, backend.state.kv_tokens)).collect();
+        let contexts = || each.iter().filter_map(|(_, context, _)| *context);
+        let (context, least) = (contexts().max(), (contexts().min(), each.iter().filter_map(|(_, _, kv)| *kv).min()));
+        // Where nothing is limited nothing can be too small, whoever is there.
+        Sizes { each: if least == (None, None) { Vec::new() } else { each }, context, least }
+    }
+
+    /// Whether every backend has room for a prompt, and for so many tokens with its answer.
+    pub fn fit(&self, prompt: u64, needed: u64) -> bool {
+        let (context, kv) = self.least;
+        context.is_none_or(|context| needed <= u64::from(context)) && kv.is_none_or(|kv| prompt < kv)
+    }
 }

@@ -35,6 +35,7 @@ mod window;
 
 // Parts of those.
 mod accuracy;
+mod bits;
 mod climb;
 mod concordance;
 mod curve;
@@ -65,12 +66,14 @@ pub use speed::Speed;
 pub use time::Time;
 pub use view::{BackendView, Counters, Explanation, Mode, ModelView, PoolView, TenantView};
 
-use backend::Backend;
+use backend::{Backend, Backlog};
 use calibration::Calibration;
 use keys::{Keying, Largest, Mix};
+use membership::Sizes;
 use outlook::Lately;
 use overload::{Overload, WaitingWork};
 use queue::{Aging, Place};
+use release::Attention;
 use restrictions::Restrictions;
 use sessions::Sessions;
 use shares::Shares;
@@ -95,6 +98,8 @@ pub struct Scheduler {
     expiries: BTreeSet<(Time, Place)>,
     waiting_bytes: u64,
     waiting_work: WaitingWork,
+    /// What waits in all queues.
+    queued: Backlog,
     /// How many were ever put into a queue.
     sequence: u64,
     restrictions: Restrictions,
@@ -105,6 +110,10 @@ pub struct Scheduler {
     assumed: Speed,
     backends: Vec<Backend>,
     by_id: BTreeMap<BackendId, usize>,
+    sizes: Sizes,
+    /// How many backends of the pool's speed the ones that take requests are worth.
+    parallel: f64,
+    attention: Attention,
 
     keying: Keying,
     aging: Aging,
@@ -134,6 +143,7 @@ impl Scheduler {
             expiries: BTreeSet::new(),
             waiting_bytes: 0,
             waiting_work: WaitingWork::default(),
+            queued: Backlog::default(),
             sequence: 0,
             restrictions: Restrictions::new(),
             shares: Shares::default(),
@@ -141,6 +151,9 @@ impl Scheduler {
             assumed: speed,
             backends: Vec::new(),
             by_id: BTreeMap::new(),
+            sizes: Sizes::default(),
+            parallel: 0.0,
+            attention: Attention::default(),
             keying: Keying::new(&policy, Largest::new(&limits, None), speed, mean_work, rate, false, None),
             aging: Aging::new(policy.aging_threshold(), policy.aging_share()),
             overload: Overload::default(),

@@ -160,7 +160,7 @@ impl Scheduler {
         let before = by_key.min(self.wait_by_share(entry).unwrap_or(f64::INFINITY));
         // What runs ends one by one; the first of it makes room.
         let running = backend.speed.seconds(backend.running.prompt, backend.running.output) / f64::from(backend.in_flight.max(1));
-        let (base, parallel) = (before + running, self.parallel().max(f64::MIN_POSITIVE));
+        let (base, parallel) = (before + running, self.parallel.max(f64::MIN_POSITIVE));
         let mut wait = base;
         for _ in 0..ROUNDS {
             let next = (base + self.lately.overtakers(&self.keying, phi, now, wait) / parallel).min(LONGEST * base);

@@ -1,12 +1,11 @@
 //! Which backend's queue a request joins: filter, expected finish, seeded choice between equals.
 
-use std::sync::Arc;
-
 use super::Scheduler;
 use super::backend::Backend;
 use super::event::{BackendId, Standing, Tokens};
-use super::history::History;
+use super::membership::Sizes;
 use super::outcome::Reason;
+use super::prefixes::Sought;
 use super::restrictions::RestrictionId;
 use super::table::Entry;
 
@@ -16,17 +15,17 @@ use super::table::Entry;
 const BESIDE: f64 = 4.0;
 
 /// What a request asks of a backend.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Demand {
     prompt: Tokens,
-    history: Option<Arc<History>>,
+    sought: Sought,
     /// Expected.
     output: Tokens,
 }
 
 impl Demand {
     pub fn of(entry: &Entry) -> Self {
-        Demand { prompt: entry.prompt, history: entry.history.clone(), output: entry.expected }
+        Demand { prompt: entry.prompt, sought: entry.sought(), output: entry.expected }
     }
 }
 
@@ -35,54 +34,59 @@ impl Scheduler {
     ///
     /// # Errors
     /// Why none may take it.
-    pub(super) fn choose(&mut self, demand: Demand, restriction: RestrictionId) -> Result<usize, Reason> {
-        let restriction = self.restrictions.get(restriction);
+    pub(super) fn choose(&mut self, demand: &Demand, restriction: RestrictionId) -> Result<usize, Reason> {
+        let (open, restriction) = (restriction == RestrictionId::NONE, self.restrictions.get(restriction));
         let mut refusal = Reason::NoHealthyBackend;
-        let mut best: Option<(usize, f64)> = None;
-        let mut equals = 0;
+        // Nothing is later than NaN, or equal to it: the first one is the best so far.
+        let (mut best, mut earliest, mut equals) = (None, f64::NAN, 0);
+        let (prompt, output, most) = (f64::from(demand.prompt), f64::from(demand.output), demand.sought.most());
         for (index, backend) in self.backends.iter().enumerate().filter(|(_, backend)| backend.takes_requests()) {
-            if restriction.excluded.binary_search(&backend.id).is_ok() {
+            if !open && restriction.excluded.binary_search(&backend.id).is_ok() {
                 if refusal == Reason::NoHealthyBackend {
                     refusal = Reason::NoOtherBackend;
                 }
                 continue;
             }
-            if restriction.too_small.binary_search(&backend.id).is_ok() {
+            if !open && restriction.too_small.binary_search(&backend.id).is_ok() {
                 refusal = Reason::TooLarge;
                 continue;
             }
-            let cached = backend.cached(demand.history.as_deref(), demand.prompt);
-            let saved = backend.speed.seconds(u64::from(cached), 0) * if backend.starts_at_once() { BESIDE } else { 1.0 };
-            let finish = backend.backlog() + backend.speed.seconds(u64::from(demand.prompt), u64::from(demand.output)) - saved;
-            match best {
-                Some((_, earliest)) if finish > earliest => {}
-                Some((_, earliest)) if finish == earliest => {
-                    equals += 1;
-                    if self.rng.one_in(equals) {
-                        best = Some((index, finish));
-                    }
+            let mut finish = backend.backlog() + (backend.speed.prompt * prompt + backend.speed.output * output);
+            if most > 0 {
+                let saved = |cached| backend.speed.prompt * f64::from(cached) * if backend.starts_at_once() { BESIDE } else { 1.0 };
+                // A cache that could not make it the best is not searched.
+                if finish - saved(most) > earliest {
+                    continue;
                 }
-                _ => {
-                    best = Some((index, finish));
-                    equals = 1;
+                finish -= saved(backend.cached(&demand.sought));
+            }
+            if finish > earliest {
+                continue;
+            }
+            if finish == earliest {
+                equals += 1;
+                if self.rng.one_in(equals) {
+                    best = Some(index);
                 }
+            } else {
+                (best, earliest, equals) = (Some(index), finish, 1);
             }
         }
-        best.map(|(index, _)| index).ok_or(refusal)
+        best.ok_or(refusal)
     }
 }
 
 /// The backends whose context length or KV cache is too small for a request. Prompt lengths are estimates: where the request seems too large for every
 /// backend but a quarter less would do, it goes to the largest, whose engine knows the true length and answers in its own words.
-pub(super) fn too_small(backends: &[Backend], prompt: Tokens, max_output: Option<Tokens>) -> Vec<BackendId> {
+pub(super) fn too_small(backends: &[Backend], sizes: &Sizes, prompt: Tokens, max_output: Option<Tokens>) -> Vec<BackendId> {
     let needed = u64::from(prompt) + u64::from(max_output.unwrap_or(1).max(1));
+    if sizes.fit(u64::from(prompt), needed) {
+        return Vec::new();
+    }
     let present = || backends.iter().filter(|backend| backend.state.standing != Standing::Gone);
     let context = |backend: &Backend| backend.state.context_tokens.map_or(u64::MAX, u64::from);
     let kv = |backend: &Backend| backend.state.kv_tokens.unwrap_or(u64::MAX);
     let fits = |backend: &Backend| needed <= context(backend) && u64::from(prompt) < kv(backend);
-    if present().all(fits) {
-        return Vec::new();
-    }
     if present().any(fits) {
         return present().filter(|backend| !fits(backend)).map(|backend| backend.id).collect();
     }

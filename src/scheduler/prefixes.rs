@@ -19,6 +19,35 @@ struct Seen {
     stamp: u32,
 }
 
+/// The beginnings of a prompt, as every backend's cache is asked for them.
+#[derive(Debug)]
+pub(super) struct Sought {
+    /// The longest first: which set would have it, what it is called there, and how many tokens of the prompt it covers.
+    beginnings: [(usize, u32, Tokens); History::MOST],
+    len: usize,
+    /// How many tokens the longest covers.
+    most: Tokens,
+}
+
+impl Sought {
+    /// What came before a prompt of so many tokens.
+    pub fn new(history: Option<&History>, prompt: Tokens) -> Self {
+        let mut sought = Sought { beginnings: [(0, 0, 0); History::MOST], len: 0, most: 0 };
+        for prefix in history.iter().flat_map(|history| history.longest_first()) {
+            let (set, tag) = place(prefix.hash);
+            let tokens = prefix.tokens.min(prompt);
+            sought.beginnings[sought.len] = (set, tag, tokens);
+            (sought.len, sought.most) = (sought.len + 1, sought.most.max(tokens));
+        }
+        sought
+    }
+
+    /// The most that a backend may have of it.
+    pub fn most(&self) -> Tokens {
+        self.most
+    }
+}
+
 /// What one backend has seen. Engines evict what was used longest ago, so a beginning is held for as long as less than a whole cache has come in since.
 #[derive(Debug, Default)]
 pub(super) struct Prefixes {
@@ -49,15 +78,16 @@ impl Prefixes {
     }
 
     /// How many of a prompt's tokens the backend, whose cache has room for `room` tokens as far as is known, probably need not compute.
-    pub fn cached(&self, history: Option<&History>, prompt: Tokens, room: Option<u64>) -> Tokens {
-        let (Some(history), false) = (history, self.sets.is_empty()) else { return 0 };
-        let now = self.stamp();
-        let holds = |hash| {
-            let (set, tag) = place(hash);
+    pub fn cached(&self, sought: &Sought, room: Option<u64>) -> Tokens {
+        if self.sets.is_empty() {
+            return 0;
+        }
+        let holds = |set: usize, tag| {
             let seen = self.sets[set].iter().find(|seen| seen.tag == tag);
-            seen.is_some_and(|seen| room.is_none_or(|room| u64::from(now.wrapping_sub(seen.stamp)) * STEP <= room))
+            seen.is_some_and(|seen| room.is_none_or(|room| u64::from(self.stamp().wrapping_sub(seen.stamp)) * STEP <= room))
         };
-        history.longest_first().find(|prefix| holds(prefix.hash)).map_or(0, |prefix| prefix.tokens.min(prompt))
+        let mut beginnings = sought.beginnings[..sought.len].iter();
+        beginnings.find(|(set, tag, _)| holds(*set, *tag)).map_or(0, |(_, _, tokens)| *tokens)
     }
 
     /// Whether the backend has a cache at all.
@@ -100,15 +130,15 @@ mod tests {
     fn the_longest_beginning_that_was_seen_counts() {
         let mut prefixes = Prefixes::default();
         let first = prompt(&[(0, 100), (1, 150)]);
-        assert_eq!(prefixes.cached(Some(&first), 150, None), 0);
+        assert_eq!(prefixes.cached(&Sought::new(Some(&first), 150), None), 0);
         prefixes.seen(Some(&first), 150);
         let second = prompt(&[(0, 100), (1, 150), (2, 400)]);
-        assert_eq!(prefixes.cached(Some(&second), 400, None), 150, "the turn before");
-        assert_eq!(prefixes.cached(Some(&prompt(&[(0, 100), (9, 300)])), 300, None), 100, "the system prompt");
-        assert_eq!(prefixes.cached(Some(&second), 30, None), 30, "never more than the prompt");
-        assert_eq!((prefixes.cached(Some(&prompt(&[(9, 10)])), 300, None), prefixes.cached(None, 300, None)), (0, 0));
+        assert_eq!(prefixes.cached(&Sought::new(Some(&second), 400), None), 150, "the turn before");
+        assert_eq!(prefixes.cached(&Sought::new(Some(&prompt(&[(0, 100), (9, 300)])), 300), None), 100, "the system prompt");
+        assert_eq!(prefixes.cached(&Sought::new(Some(&second), 30), None), 30, "never more than the prompt");
+        assert_eq!((prefixes.cached(&Sought::new(Some(&prompt(&[(9, 10)])), 300), None), prefixes.cached(&Sought::new(None, 300), None)), (0, 0));
         prefixes.forget();
-        assert_eq!(prefixes.cached(Some(&second), 400, None), 0);
+        assert_eq!(prefixes.cached(&Sought::new(Some(&second), 400), None), 0);
     }
 
     #[test]
@@ -118,10 +148,13 @@ mod tests {
         prefixes.seen(Some(&old), 640);
         prefixes.seen(Some(&kept), 640);
         prefixes.seen(None, 1280);
-        assert_eq!(prefixes.cached(Some(&old), 640, Some(1920)), 640);
+        assert_eq!(prefixes.cached(&Sought::new(Some(&old), 640), Some(1920)), 640);
         prefixes.seen(Some(&kept), 640);
-        assert_eq!((prefixes.cached(Some(&old), 640, Some(1920)), prefixes.cached(Some(&kept), 640, Some(1920))), (0, 640));
-        assert_eq!(prefixes.cached(Some(&old), 640, None), 640, "a cache of unknown size");
+        assert_eq!(
+            (prefixes.cached(&Sought::new(Some(&old), 640), Some(1920)), prefixes.cached(&Sought::new(Some(&kept), 640), Some(1920))),
+            (0, 640)
+        );
+        assert_eq!(prefixes.cached(&Sought::new(Some(&old), 640), None), 640, "a cache of unknown size");
     }
 
     #[test]
@@ -131,7 +164,9 @@ mod tests {
         for number in 0..4 * most {
             prefixes.seen(Some(&prompt(&[(number, 100)])), 0);
         }
-        let known = |numbers: std::ops::Range<u64>| numbers.filter(|&number| prefixes.cached(Some(&prompt(&[(number, 100)])), 100, None) > 0).count();
+        let known = |numbers: std::ops::Range<u64>| {
+            numbers.filter(|&number| prefixes.cached(&Sought::new(Some(&prompt(&[(number, 100)])), 100), None) > 0).count()
+        };
         let recent = known(3 * most + most / 2..4 * most);
         assert!(recent as u64 > most * 4 / 10, "{recent} of the last {}", most / 2);
         assert_eq!(known(0..most), 0);

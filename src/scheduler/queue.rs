@@ -139,9 +139,9 @@ impl Queue {
         self.restricted > 0
     }
 
-    /// The least that any tenant that waits here has had.
-    pub fn least_service(&self) -> Option<Service> {
-        self.by_service.first().map(|(service, _)| *service)
+    /// What each tenant that waits here has had, as far as it was told.
+    pub fn services(&self) -> impl Iterator<Item = (Service, Option<TenantId>)> {
+        self.by_service.iter().copied()
     }
 
     /// `service` is what its tenant has had; only the first of a tenant tells it, later changes come through [`Queue::served`].
@@ -226,7 +226,8 @@ impl Queue {
 
     /// Follows the one that had least: whoever was ahead and is not any more stands with the others again, and the other way round.
     fn measure_others(&mut self, but: Option<Option<TenantId>>) {
-        let most = self.least_service().unwrap_or_default().saturating_add(self.lead);
+        let least = self.by_service.first().map(|(service, _)| *service);
+        let most = least.unwrap_or_default().saturating_add(self.lead);
         let before = std::mem::replace(&mut self.most, most);
         let (low, high) = (before.min(most), before.max(most));
         if low == high {

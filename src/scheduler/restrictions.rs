@@ -42,6 +42,11 @@ impl Restrictions {
         Restrictions { all: vec![Restriction::default()], ids: BTreeMap::new() }
     }
 
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.all.len() == 1
+    }
+
     /// The id of a restriction.
     pub fn intern(&mut self, mut restriction: Restriction) -> RestrictionId {
         for list in [&mut restriction.excluded, &mut restriction.too_small] {
@@ -66,8 +71,6 @@ impl Restrictions {
 
     /// Forgets every restriction; to be called when no waiting request has one, since backends come and go and their ids are never reused.
     pub fn clear(&mut self) {
-        if self.all.len() > 1 {
-            *self = Self::new();
-        }
+        *self = Self::new();
     }
 }

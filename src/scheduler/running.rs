@@ -81,6 +81,7 @@ impl Scheduler {
             backend.window.pushed_back(self.now, backend.in_flight);
             self.counters.pushbacks += 1;
         }
+        self.changed(index);
         self.counters.finished += 1;
         self.calibration.answered(&entry, ending, self.limit_of(&entry));
         if matches!(ending, Ending::Completed { .. } | Ending::Truncated { .. } | Ending::Uncounted) {

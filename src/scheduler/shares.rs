@@ -4,7 +4,7 @@
 //! due. Here the counter is moved by the expected work when a request is released and set right when it ends, and a tenant may be some seconds ahead before others
 //! go first: as long as nobody is, keys alone decide.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::event::TenantId;
 use super::score::Weight;
@@ -45,8 +45,9 @@ pub(super) struct Shares {
     accounts: BTreeMap<Option<TenantId>, Account>,
     /// What the one that had least has had: never falls. Whoever comes back starts here, so that time without requests is no store of service.
     floor: Service,
-    /// How many tenants have requests that wait, and their weights, in millionths.
-    tenants: usize,
+    /// Who has requests that wait, by what they have had.
+    by_service: BTreeSet<(Service, Option<TenantId>)>,
+    /// Their weights, in millionths.
     weights: u64,
 }
 
@@ -64,17 +65,30 @@ struct Account {
     running: usize,
 }
 
+impl Account {
+    /// Its tenant has now had this much.
+    fn set(&mut self, service: Service, tenant: Option<TenantId>, by_service: &mut BTreeSet<(Service, Option<TenantId>)>) -> Service {
+        let before = std::mem::replace(&mut self.service, service);
+        if self.waiting > 0 && before != service {
+            // In this order: a set that becomes empty gives its memory back.
+            by_service.insert((service, tenant));
+            by_service.remove(&(before, tenant));
+        }
+        service
+    }
+}
+
 impl Shares {
-    /// A request joins a queue: tells what its tenant has had. `least`, asked where nothing of this tenant waits yet, is the least that those who wait have had.
-    pub fn joined(&mut self, tenant: Option<TenantId>, entry: &Entry, least: impl FnOnce() -> Option<Service>) -> Service {
+    /// A request joins a queue: tells what its tenant has had.
+    pub fn joined(&mut self, tenant: Option<TenantId>, entry: &Entry) -> Service {
         let account = account(&mut self.accounts, tenant, self.floor);
         if account.waiting == 0 {
-            let (least, weight) = (least(), entry.share());
+            let (least, weight) = (self.by_service.first().map(|(service, _)| *service), entry.share());
             account.service = account.service.max(self.floor).max(least.unwrap_or_default());
             account.weight = weight;
             self.floor = self.floor.max(least.unwrap_or(account.service));
             self.weights += millionths(weight);
-            self.tenants += 1;
+            self.by_service.insert((account.service, tenant));
         }
         account.waiting += 1;
         account.bytes += u64::from(entry.bytes);
@@ -90,7 +104,7 @@ impl Shares {
         account.work = account.work.saturating_sub(entry.reckoned());
         if account.waiting == 0 {
             self.weights -= millionths(account.weight);
-            self.tenants -= 1;
+            self.by_service.remove(&(account.service, tenant));
         }
     }
 
@@ -98,8 +112,8 @@ impl Shares {
     pub fn released(&mut self, tenant: Option<TenantId>, expected: f64) -> Service {
         let account = account(&mut self.accounts, tenant, self.floor);
         account.running += 1;
-        account.service = account.service.saturating_add(Service::of(expected / account.weight.get()));
-        account.service
+        let service = account.service.saturating_add(Service::of(expected / account.weight.get()));
+        account.set(service, tenant, &mut self.by_service)
     }
 
     /// One has ended and was this much work instead: tells what its tenant has had. What was expected too much is given back down to the floor: below it, whoever
@@ -108,8 +122,8 @@ impl Shares {
         let account = account(&mut self.accounts, tenant, self.floor);
         account.running -= 1;
         let part = |seconds: f64| Service::of(seconds / account.weight.get());
-        account.service = account.service.saturating_add(part(actual)).saturating_sub(part(expected)).max(self.floor);
-        account.service
+        let service = account.service.saturating_add(part(actual)).saturating_sub(part(expected)).max(self.floor);
+        account.set(service, tenant, &mut self.by_service)
     }
 
     /// Forgets the work of what waits, which is about to be [reckoned](Shares::reckon) anew.
@@ -125,7 +139,12 @@ impl Shares {
 
     /// Whether more than one tenant waits.
     pub fn compete(&self) -> bool {
-        self.tenants > 1
+        self.by_service.len() > 1
+    }
+
+    /// The only tenant that waits, and what it has had.
+    pub fn alone(&self) -> Option<(Service, Option<TenantId>)> {
+        self.by_service.first().copied().filter(|_| !self.compete())
     }
 
     /// Forgets whoever would start at the floor anyway.
@@ -150,6 +169,17 @@ impl Shares {
         account.waiting >= room.0.saturating_mul(PART as usize) || account.bytes >= room.1.saturating_mul(PART)
     }
 
+    /// Whether what each tenant that waits has had is what its account says.
+    pub fn is_consistent(&self) -> bool {
+        let waiting = self.accounts.iter().filter(|(_, account)| account.waiting > 0);
+        self.by_service == waiting.map(|(tenant, account)| (account.service, *tenant)).collect()
+    }
+
+    /// What each tenant that waits has had.
+    pub fn services(&self) -> impl Iterator<Item = (Service, Option<TenantId>)> {
+        self.by_service.iter().copied()
+    }
+
     /// How many requests of a tenant wait, and their expected work in seconds.
     pub fn waiting(&self) -> impl Iterator<Item = (Option<TenantId>, usize, Service)> {
         self.accounts.iter().filter(|(_, account)| account.waiting > 0).map(|(tenant, account)| (*tenant, account.waiting, account.work))
@@ -163,4 +193,30 @@ fn account(accounts: &mut BTreeMap<Option<TenantId>, Account>, tenant: Option<Te
 /// Whole numbers, so that what was added can be subtracted.
 fn millionths(weight: Weight) -> u64 {
     (weight.get().min(1e6) * 1e6).ceil() as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::queue::Place;
+    use super::super::tests::request;
+    use super::*;
+
+    #[test]
+    fn who_had_least_is_first_and_only_of_those_that_wait() {
+        let (mut shares, entry) = (Shares::default(), Entry::new(&request(1, 1), Place::new(0, 0)));
+        let [one, other] = [1, 2].map(|id| Some(TenantId(id)));
+        shares.joined(one, &entry);
+        assert_eq!((shares.alone(), shares.compete()), (Some((Service(0), one)), false));
+        shares.joined(other, &entry);
+        shares.joined(one, &entry);
+        shares.left(one, &entry);
+        let service = shares.released(one, 2.0);
+        assert_eq!(shares.services().collect::<Vec<_>>(), [(Service(0), other), (service, one)]);
+        assert!(shares.compete() && shares.alone().is_none() && shares.is_consistent());
+        shares.left(other, &entry);
+        let service = shares.settled(one, 2.0, 1.0);
+        assert_eq!((service, shares.alone()), (Service::of(1.0), Some((service, one))));
+        shares.by_service.clear();
+        assert!(!shares.is_consistent());
+    }
 }

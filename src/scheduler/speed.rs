@@ -107,6 +107,16 @@ impl SpeedLearner {
         self.saturated = saturated.then_some(now);
     }
 
+    /// Since when the backend has all it may hold.
+    pub fn is_saturated(&self) -> bool {
+        self.saturated.is_some()
+    }
+
+    /// When the interval under way is long enough.
+    pub fn due(&self) -> Time {
+        self.saturated.map_or(Time::MAX, |since| since.after(INTERVAL.saturating_sub(self.elapsed)))
+    }
+
     /// What was learnt, if anything was.
     pub fn speed(&self) -> Option<Speed> {
         let ratio = self.sums.ratio();

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use super::event::{ModelId, Request, RequestId, TenantId, Tokens};
 use super::history::History;
+use super::prefixes::Sought;
 use super::queue::{Lane, Place};
 use super::restrictions::RestrictionId;
 use super::score::{RankerVersion, Score, Scored, Weight};
@@ -160,6 +161,11 @@ impl Entry {
     /// Its expected work, as keyed, for sums: rounded in the same way each time, so that what was added can be subtracted.
     pub fn reckoned(&self) -> Service {
         Service::of(f64::from(self.work))
+    }
+
+    /// What to ask a backend's prefix cache for.
+    pub fn sought(&self) -> Sought {
+        Sought::new(self.history.as_deref(), self.prompt)
     }
 
     /// Prompt tokens that a backend has to compute.

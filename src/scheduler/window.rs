@@ -168,6 +168,11 @@ impl Window {
         self.climb.full(now, demand && in_flight == self.limit);
     }
 
+    /// Whether it was told this.
+    pub fn is_settled(&self, in_flight: u32, demand: bool) -> bool {
+        self.climb.is_full() == (demand && in_flight == self.limit)
+    }
+
     /// To be called about every second: what grows back or is tried out as time passes.
     pub fn tick(&mut self, now: Time) {
         match self.slots {
