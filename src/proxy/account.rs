@@ -121,9 +121,9 @@ impl Awaited {
 
 impl Account {
     /// A request whose head has come. Where traces are recorded, the head says afterwards which one it belongs to.
-    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue, from: Option<IpAddr>) -> Account {
+    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue, from: Option<IpAddr>) -> Box<Account> {
         let started = Instant::now();
-        Account {
+        Box::new(Account {
             gateway: Arc::clone(gateway),
             from,
             started,
@@ -168,7 +168,7 @@ impl Account {
             status: CLIENT_LEFT.0,
             reason: CLIENT_LEFT.1,
             answer: CLIENT_LEFT,
-        }
+        })
     }
 
     /// Where its connection comes from.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use http::header::{
-    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
+    ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
 };
 use http::request::Parts;
@@ -54,20 +54,29 @@ fn strip_hop(headers: &mut HeaderMap) {
 
 /// Takes out what has one of these names. A head has few headers and fewer of these: looking at each costs less than looking each name up.
 fn strip(headers: &mut HeaderMap, names: &[HeaderName]) {
-    let found: Vec<HeaderName> = headers.keys().filter(|name| names.contains(name)).cloned().collect();
-    for name in found {
+    while let Some(name) = headers.keys().find(|name| names.contains(name)).cloned() {
         headers.remove(name);
     }
 }
 
-/// Makes a client's headers fit to be sent to a backend: nothing of the hop, no credentials, and what the connection sets itself.
+/// Makes a client's headers fit to be sent to a backend: nothing of the hop and no credentials. `host` and `content-length` stay where they are, to be
+/// written over.
 pub fn strip_request(headers: &mut HeaderMap, is_read: bool) {
     strip_hop(headers);
-    strip(headers, &[HOST, CONTENT_LENGTH, EXPECT, AUTHORIZATION, PROXY_AUTHORIZATION, COOKIE]);
+    strip(headers, &[EXPECT, AUTHORIZATION, PROXY_AUTHORIZATION, COOKIE]);
     strip(headers, &API_KEYS);
     if is_read {
         // What is compressed cannot be read on its way.
         headers.remove(ACCEPT_ENCODING);
+    }
+}
+
+/// Says how long the body is; of one that is empty the connection says what its method needs.
+pub fn set_length(headers: &mut HeaderMap, length: u64) {
+    if length == 0 {
+        headers.remove(CONTENT_LENGTH);
+    } else {
+        headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
     }
 }
 
@@ -128,9 +137,10 @@ pub fn request_id(headers: &HeaderMap) -> HeaderValue {
         // A copy: see `Account::open`.
         Some(id) if !id.is_empty() && id.len() <= LONGEST_ID && id.to_str().is_ok() => HeaderValue::from_bytes(id.as_bytes()).unwrap_or(id.clone()),
         _ => {
-            let id = format!("{:016x}{:016x}", random(), random());
+            let bits = u128::from(random()) << 64 | u128::from(random());
+            let id: [u8; 32] = std::array::from_fn(|digit| b"0123456789abcdef"[(bits >> (124 - 4 * digit) & 0xf) as usize]);
             // Hexadecimal digits are a header value.
-            HeaderValue::try_from(id).unwrap_or(HeaderValue::from_static("0"))
+            HeaderValue::from_bytes(&id).unwrap_or(HeaderValue::from_static("0"))
         }
     }
 }
@@ -174,7 +184,11 @@ mod tests {
         ]);
         let mut unread = headers.clone();
         strip_request(&mut headers, true);
-        assert_eq!(names(&headers), ["anthropic-version", "content-type", "traceparent"]);
+        assert_eq!(names(&headers), ["anthropic-version", "content-length", "content-type", "host", "traceparent"]);
+        set_length(&mut headers, 7);
+        assert_eq!(headers[CONTENT_LENGTH], "7");
+        set_length(&mut headers, 0);
+        assert!(!headers.contains_key(CONTENT_LENGTH));
         strip_request(&mut unread, false);
         assert!(unread.contains_key(ACCEPT_ENCODING));
 

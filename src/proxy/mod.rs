@@ -46,16 +46,16 @@ use response::Failure;
 use resume::{Again, Begun, Place};
 use server::Handler;
 use stream::{Observer, read_answer};
-use upstream::{UpstreamError, Waits};
+use upstream::{Answer, AnswerBody, UpstreamError, Waits};
 
 use crate::config::{Edge, Timeouts};
 use crate::dispatcher::{Arrival, Permit, Rejection};
 use crate::fleet::{EngineKind, Observation};
 use crate::gateway::{Gateway, Live, Routed, Target};
 use crate::ranker::Opinion;
-use crate::scheduler::{BackendId, Ending, Facts, History, Reason, Scored, Time, Tokens, Weight};
+use crate::scheduler::{BackendId, Ending, Facts, History, Reason, Scored, Tokens, Weight};
 use crate::telemetry::Stage;
-use crate::tenancy::Priority;
+use crate::tenancy::{Priority, Tenant};
 
 /// Bodies longer than this are parsed apart from the threads that serve connections.
 const PARSED_APART: usize = 256 << 10;
@@ -77,18 +77,29 @@ pub struct Proxy {
 }
 
 /// An answer, as far as it has come.
-#[expect(clippy::large_enum_variant, reason = "returned once and taken apart: a box would be an allocation per request")]
 enum Answered {
     /// All of it.
     Whole(Response<Bytes>),
     /// Its head; the rest comes from the backend.
-    Streaming { head: reply_head::Parts, upstream: Paced, observer: Option<Observer>, ending: Ending, permit: Permit, again: Option<Box<Again>> },
+    Streaming(reply_head::Parts, Box<Streaming>),
+}
+
+/// The rest of an answer.
+struct Streaming {
+    upstream: Paced,
+    /// Reads it, where it is a stream of events and scored.
+    observer: Option<Observer>,
+    /// How the slot is given back if all goes well and nothing better is learnt.
+    ending: Ending,
+    permit: Permit,
+    /// What it takes to go on from another backend, where that is wanted.
+    again: Option<Box<Again>>,
 }
 
 /// What a client can be told.
 struct Told {
     ended: Result<Answered, Failure>,
-    account: Account,
+    account: Box<Account>,
     /// What the client still sends.
     body: Option<Incoming>,
 }
@@ -96,7 +107,7 @@ struct Told {
 /// What is sent, whichever backend it goes to.
 struct Outgoing {
     /// Headers as the client sent them, without those that end here.
-    head: Parts,
+    head: Box<Parts>,
     api: Api,
     prompt: Prompt,
     held: Held,
@@ -106,7 +117,7 @@ struct Outgoing {
     /// What came before it, where that is known.
     history: Option<Arc<History>>,
     /// When it was ready to wait.
-    arrived: Time,
+    ready: Instant,
     /// How long it may take as a whole, and when that is over.
     total: Duration,
     deadline: Instant,
@@ -131,7 +142,9 @@ impl Handler for Proxy {
     }
 
     async fn handle(self: Arc<Self>, request: Request<Incoming>, from: Option<IpAddr>, uploading: Uploading) -> Response<ReplyBody> {
-        let (mut head, body) = request.into_parts();
+        let (head, body) = request.into_parts();
+        // Head and account go from hand to hand as pointers: what is moved by value is copied each time.
+        let mut head = Box::new(head);
         // Who expects to be told to go on has not sent the body, and does not when it is refused.
         let expects = head.headers.contains_key(EXPECT);
         let request_id = headers::request_id(&head.headers);
@@ -187,7 +200,7 @@ impl Proxy {
     }
 
     /// One request, until there is something to tell its client.
-    async fn story(&self, head: Parts, body: Incoming, uploading: Uploading, mut account: Account) -> Told {
+    async fn story(&self, head: Box<Parts>, body: Incoming, uploading: Uploading, mut account: Box<Account>) -> Told {
         let mut body = Some(body);
         let mut cut = self.cut.subscribe();
         let ended = tokio::select! {
@@ -205,7 +218,7 @@ impl Proxy {
     }
 
     /// One request, from its head to the head of its answer. `body` is left where it was not read.
-    async fn answer(&self, mut head: Parts, body: &mut Option<Incoming>, uploading: Uploading, account: &mut Account) -> Result<Answered, Failure> {
+    async fn answer(&self, head: Box<Parts>, body: &mut Option<Incoming>, uploading: Uploading, account: &mut Account) -> Result<Answered, Failure> {
         // One value for the whole request: a reload in between changes nothing for it.
         let live = self.gateway.live();
         // Even a refusal has the shape that the client can read.
@@ -224,6 +237,35 @@ impl Proxy {
         if let Some(list) = models::answer(&live, tenant, &head) {
             return list.map(Answered::Whole).inspect(|_| account.told(StatusCode::OK, "ok"));
         }
+        let (mut outgoing, routed) = self.prepare(&live, tenant, head, body, uploading, account).await?;
+        let mut ended = outgoing.run(&routed, account).await;
+        let mut place = None;
+        if ended.as_ref().is_err_and(Failure::is_the_pools) {
+            // Boxed: most requests need no room for this.
+            place = Box::pin(outgoing.fall_back(&live, &routed, &mut ended, account)).await;
+        }
+        if let Ok(Answered::Streaming(_, rest)) = &mut ended
+            && let Some(observer) = &mut rest.observer
+        {
+            let place = place.unwrap_or_else(|| Place::of(&routed));
+            if place.resumes(outgoing.api) {
+                observer.keep(Box::default());
+                rest.again = Some(Box::new(Again { outgoing, place }));
+            }
+        }
+        ended
+    }
+
+    /// All that can be done before a request waits: reads it, finds its pool, takes what it needs of its tenant's limits and has it scored.
+    async fn prepare<'a>(
+        &self,
+        live: &'a Live,
+        tenant: Option<&Tenant>,
+        mut head: Box<Parts>,
+        body: &mut Option<Incoming>,
+        uploading: Uploading,
+        account: &mut Account,
+    ) -> Result<(Box<Outgoing>, Routed<'a>), Failure> {
         let api = dialect(&head)?;
         if let Some(log) = &live.usage_log {
             account.is_written_down(log);
@@ -232,15 +274,9 @@ impl Proxy {
         let objective = headers::first_token_within(&head.headers)?;
         let priority = headers::priority(&head.headers)?;
 
-        let held = match body {
-            Some(incoming) => body::read(incoming, &live.snapshot.edge, &self.bodies).await?,
-            None => Held::default(),
-        };
-        *body = None;
-        drop(uploading);
-        let mut prompt = read_prompt(api, &head, &held.bytes).await?;
+        let (held, mut prompt) = self.read(api, &head, body, uploading, &live.snapshot.edge).await?;
         account.asks_for(std::mem::take(&mut prompt.model), prompt.stream);
-        let routed = live.route(account.model()).ok_or_else(|| models::unknown(&live, tenant, account.model()))?;
+        let routed = live.route(account.model()).ok_or_else(|| models::unknown(live, tenant, account.model()))?;
         account.goes_to(routed.settings);
         let most = if api.is_scored() { most_output(&prompt, routed.settings.limits.max_output) } else { 0 };
         account.admit(prompt.prompt_tokens, most)?;
@@ -248,11 +284,9 @@ impl Proxy {
             account.streams();
         }
 
-        // Each pool has a clock of its own.
         let ready = Instant::now();
-        let arrived = routed.pool.dispatcher.at(ready);
-        let score = if api.is_scored() { score(&live, &mut prompt, account).await } else { None };
-        let history = session::history(live.snapshot.edge.sessions, &head.headers, &prompt).filter(|_| api.is_scored());
+        let score = if api.is_scored() { score(live, &mut prompt, account).await } else { None };
+        let history = if api.is_scored() { session::history(live.snapshot.edge.sessions, &head.headers, &prompt) } else { None };
         headers::strip_request(&mut head.headers, api.is_scored());
         head.headers.insert(headers::REQUEST_ID, account.request_id_header().clone());
         let hide_usage = prompt.stream && !prompt.include_usage && matches!(api, Api::Chat | Api::Completions);
@@ -261,7 +295,7 @@ impl Proxy {
         // Once its first token cannot come in time, waiting has no point any more.
         let start_by = objective.map_or(deadline, |objective| deadline.min(after(account.started(), objective)));
         let priority = priority.or(prompt.priority).unwrap_or_default().min(tenant.map_or(Priority::High, |tenant| tenant.settings().max_priority));
-        let mut outgoing = Outgoing {
+        let outgoing = Outgoing {
             head,
             api,
             prompt,
@@ -269,7 +303,7 @@ impl Proxy {
             hide_usage,
             score,
             history,
-            arrived,
+            ready,
             total,
             deadline,
             explained: live.snapshot.edge.headers,
@@ -279,42 +313,37 @@ impl Proxy {
             start_by,
             priority,
         };
-        let mut ended = outgoing.run(&routed, account).await;
-        let model = account.model().to_owned();
-        let mut place = None;
-        // What another model embeds cannot be compared with what the one asked for embeds.
-        for (next, upstream) in live.fallbacks(&routed, &model, !api.is_scored()) {
-            if !ended.as_ref().is_err_and(Failure::is_the_pools) {
-                break;
-            }
-            let next = Routed { upstream: (upstream != model).then_some(upstream.as_str()), ..next };
-            account.falls_back(next.settings, &upstream);
-            outgoing.arrived = next.pool.dispatcher.at(ready);
-            outgoing.retries = next.settings.retries;
-            outgoing.excluded.clear();
-            ended = outgoing.run(&next, account).await;
-            place = Some(Place::of(&next));
-        }
-        if let Ok(Answered::Streaming { observer: Some(observer), again, .. }) = &mut ended {
-            let place = place.unwrap_or_else(|| Place::of(&routed));
-            if place.resumes(api) {
-                observer.keep(Box::default());
-                *again = Some(Box::new(Again { outgoing, place }));
-            }
-        }
-        ended
+        Ok((Box::new(outgoing), routed))
+    }
+
+    /// The body, whole, and what it says; `body` is gone once it has been read.
+    async fn read(
+        &self,
+        api: Api,
+        head: &Parts,
+        body: &mut Option<Incoming>,
+        uploading: Uploading,
+        limits: &Edge,
+    ) -> Result<(Held, Prompt), Failure> {
+        let held = match body {
+            Some(incoming) => body::read(incoming, limits, &self.bodies).await?,
+            None => Held::default(),
+        };
+        *body = None;
+        drop(uploading);
+        let prompt = read_prompt(api, head, &held.bytes).await?;
+        Ok((held, prompt))
     }
 
     /// Puts head, body and account together.
-    fn reply(&self, answered: Answered, account: Account) -> Response<ReplyBody> {
+    fn reply(&self, answered: Answered, account: Box<Account>) -> Response<ReplyBody> {
         let id = account.request_id_header().clone();
         let mut limits = HeaderMap::new();
         account.explain_limits(&mut limits);
         let mut response = match answered {
             Answered::Whole(response) => response.map(ReplyBody::Whole),
-            Answered::Streaming { head, upstream, observer, ending, permit, again } => {
-                let reply = Reply::new(upstream, observer, ending, permit, again, self.cut.subscribe(), account);
-                Response::from_parts(head, ReplyBody::Streaming(Box::new(reply)))
+            Answered::Streaming(head, rest) => {
+                Response::from_parts(head, ReplyBody::Streaming(Box::new(Reply::new(*rest, self.cut.subscribe(), account))))
             }
         };
         response.headers_mut().insert(headers::REQUEST_ID, id);
@@ -339,7 +368,7 @@ impl Outgoing {
             self.excluded.push(backend);
             // Without a target it has just left the pool, and nothing was tried.
             if let Some(target) = routed.pool.target(backend) {
-                account.released(&target, permit.facts(), self.arrived);
+                account.released(&target, permit.facts(), routed.pool.dispatcher.at(self.ready));
                 let ended = self.attempt(routed, &target, permit, account).await;
                 if let Err(failure) = &ended {
                     account.failed(failure.verdict().1);
@@ -353,6 +382,25 @@ impl Outgoing {
         }
     }
 
+    /// Tries the pools that take over from `routed`, none of whose backends could serve it, until one of them can; the last one tried.
+    async fn fall_back(&mut self, live: &Live, routed: &Routed<'_>, ended: &mut Result<Answered, Failure>, account: &mut Account) -> Option<Place> {
+        let model = account.model().to_owned();
+        let mut place = None;
+        // What another model embeds cannot be compared with what the one asked for embeds.
+        for (next, upstream) in live.fallbacks(routed, &model, !self.api.is_scored()) {
+            if !ended.as_ref().is_err_and(Failure::is_the_pools) {
+                break;
+            }
+            let next = Routed { upstream: (upstream != model).then_some(upstream.as_str()), ..next };
+            account.falls_back(next.settings, &upstream);
+            self.retries = next.settings.retries;
+            self.excluded.clear();
+            *ended = self.run(&next, account).await;
+            place = Some(Place::of(&next));
+        }
+        place
+    }
+
     /// Waits in the queue. Dropping this leaves it.
     async fn slot(&self, routed: &Routed<'_>, account: &mut Account) -> Result<Permit, Rejection> {
         account.enters(Stage::Queue);
@@ -363,7 +411,7 @@ impl Outgoing {
         // What was answered already is prompt to the next backend, and work that was done.
         let told = self.begun.as_ref().map_or(0, |begun| begun.told);
         let mut ticket = routed.pool.dispatcher.enqueue(Arrival {
-            arrived: self.arrived,
+            arrived: routed.pool.dispatcher.at(self.ready),
             model: routed.model,
             score: self.score,
             history: self.history.clone(),
@@ -396,21 +444,8 @@ impl Outgoing {
 
     /// Sends it to one backend and waits for the head of the answer, or for all of one that is read whole.
     async fn attempt(&self, routed: &Routed<'_>, target: &Target, permit: Permit, account: &mut Account) -> Result<Answered, Failure> {
-        let Timeouts { connect, first_byte, inter_chunk, .. } = routed.settings.timeouts;
-        let waits = Waits { connect, first_byte, total: self.deadline };
-        let payload = self.payload(routed, target, &permit.facts());
-        let request = || {
-            let mut request = self.request(target, payload.clone());
-            account.sent(request.headers_mut());
-            request
-        };
-        let mut beat = target.backend.begins(self.prompt.stream, permit.facts().work);
-        let sent = tokio::select! {
-            biased;
-            answer = target.connections.send(waits, request) => answer,
-            () = beat.given_up() => Err(UpstreamError::Wedged),
-        };
-        let mut answer = match sent {
+        let sent = self.send(routed, target, &permit.facts(), account).await;
+        let Answer { head, body } = match sent {
             Ok(answer) => answer,
             Err(error) => {
                 match error {
@@ -423,20 +458,50 @@ impl Outgoing {
                 return Err(error.into());
             }
         };
+        self.receive(routed, target, head, body, permit, account).await
+    }
 
-        let mut head = answer.head;
-        let (observation, ending) = judge(head.status);
-        if head.status.is_success() {
+    /// Sends it and waits for the head of the answer.
+    async fn send(&self, routed: &Routed<'_>, target: &Target, facts: &Facts, account: &mut Account) -> Result<Answer, UpstreamError> {
+        let Timeouts { connect, first_byte, .. } = routed.settings.timeouts;
+        let waits = Waits { connect, first_byte, total: self.deadline };
+        let payload = self.payload(routed, target, facts);
+        let request = || {
+            let mut request = self.request(target, payload.clone());
+            account.sent(request.headers_mut());
+            request
+        };
+        let mut beat = target.backend.begins(self.prompt.stream, facts.work);
+        let mut answer = tokio::select! {
+            biased;
+            answer = target.connections.send(waits, request) => answer?,
+            () = beat.given_up() => return Err(UpstreamError::Wedged),
+        };
+        if answer.head.status.is_success() {
             answer.body.beats(beat);
         }
+        Ok(answer)
+    }
+
+    /// What comes of an answer that has begun: all of one that is read whole, or its head and the way to the rest.
+    async fn receive(
+        &self,
+        routed: &Routed<'_>,
+        target: &Target,
+        mut head: reply_head::Parts,
+        body: AnswerBody,
+        permit: Permit,
+        account: &mut Account,
+    ) -> Result<Answered, Failure> {
+        let (observation, ending) = judge(head.status);
         account.observe(observation);
         account.answered(head.status);
         headers::strip_response(&mut head.headers);
         if self.explained {
             explain(&mut head.headers, routed, target, account);
         }
-        let mut upstream =
-            Paced::new(answer.body, Pace { inter_chunk, total: (self.deadline, self.total), slow_stream: routed.settings.slow_stream });
+        let inter_chunk = routed.settings.timeouts.inter_chunk;
+        let mut upstream = Paced::new(body, Pace { inter_chunk, total: (self.deadline, self.total), slow_stream: routed.settings.slow_stream });
         if ending == Ending::Pushback {
             // Read whole, so that the slot is free while another backend is tried; a refusal of more than a mebibyte loses its text.
             let body = upstream.whole(MOST_READ).await;
@@ -452,7 +517,7 @@ impl Outgoing {
         if is_read && has_type(&head.headers, "text/event-stream") {
             head.headers.remove(CONTENT_LENGTH);
             let observer = Some(Observer::new(account.model(), self.hide_usage));
-            return Ok(Answered::Streaming { head, upstream, observer, ending, permit, again: None });
+            return Ok(Answered::Streaming(head, Box::new(Streaming { upstream, observer, ending, permit, again: None })));
         }
         if is_read && has_type(&head.headers, "application/json") {
             match whole(&mut upstream, account).await {
@@ -472,7 +537,7 @@ impl Outgoing {
                 }
             }
         }
-        Ok(Answered::Streaming { head, upstream, observer: None, ending, permit, again: None })
+        Ok(Answered::Streaming(head, Box::new(Streaming { upstream, observer: None, ending, permit, again: None })))
     }
 
     /// The body as this backend is to read it.
@@ -503,12 +568,14 @@ impl Outgoing {
     /// The request as this backend is to get it.
     fn request(&self, target: &Target, payload: Payload) -> Request<Payload> {
         let settings = target.backend.settings();
+        let length = http_body::Body::size_hint(&payload).lower();
         let mut request = Request::new(payload);
         *request.method_mut() = self.head.method.clone();
         *request.uri_mut() = upstream_uri(&settings.url.prefix, &self.head.uri);
         let headers = request.headers_mut();
         headers.clone_from(&self.head.headers);
         headers.insert(HOST, target.connections.host().clone());
+        headers::set_length(headers, length);
         if let Some(key) = &settings.api_key
             && let Ok(mut bearer) = HeaderValue::try_from(format!("Bearer {}", key.expose()))
         {
@@ -534,8 +601,15 @@ fn dialect(head: &Parts) -> Result<Api, Failure> {
 
 /// Whether a path has segments that a server behind us might resolve to a place that was not asked for.
 fn climbs(path: &str) -> bool {
-    path.split(['/', '\\'])
-        .any(|segment| segment.len() <= "%2e%2e".len() && matches!(segment.to_ascii_lowercase().replace("%2e", ".").as_str(), "." | ".."))
+    /// Dots that the segment is made of, written out or encoded; 0 where it is anything else.
+    fn dots(mut segment: &[u8]) -> usize {
+        let mut dots = 0;
+        while let [b'.', rest @ ..] | [b'%', b'2', b'e' | b'E', rest @ ..] = segment {
+            (segment, dots) = (rest, dots + 1);
+        }
+        if segment.is_empty() { dots } else { 0 }
+    }
+    path.as_bytes().split(|byte| matches!(byte, b'/' | b'\\')).any(|segment| matches!(dots(segment), 1 | 2))
 }
 
 /// Reads the body, or what stands for it.
@@ -586,7 +660,7 @@ async fn score(live: &Live, prompt: &mut Prompt, account: &mut Account) -> Optio
 fn is_worth_another(ended: &Result<Answered, Failure>) -> bool {
     match ended {
         Ok(Answered::Whole(response)) => matches!(judge(response.status()), (Observation::Pushback, _)),
-        Ok(Answered::Streaming { .. }) => false,
+        Ok(Answered::Streaming(..)) => false,
         Err(failure) => failure.is_retriable(),
     }
 }
@@ -628,7 +702,7 @@ fn explain(headers: &mut HeaderMap, routed: &Routed<'_>, target: &Target, accoun
 }
 
 /// Tells a client why it gets no answer; `body` is what it still sends.
-fn refuse(failure: &Failure, mut account: Account, body: Option<Incoming>) -> Response<ReplyBody> {
+fn refuse(failure: &Failure, mut account: Box<Account>, body: Option<Incoming>) -> Response<ReplyBody> {
     let (status, reason) = failure.verdict();
     account.told(status, reason);
     let mut response = failure.response(account.api(), account.request_id());

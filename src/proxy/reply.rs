@@ -11,6 +11,7 @@ use hyper::body::Incoming;
 use tokio::sync::watch;
 use tokio::time::{Instant, Sleep};
 
+use super::Streaming;
 use super::account::{Account, ERROR_IN_STREAM};
 use super::response::Failure;
 use super::resume::Again;
@@ -314,19 +315,12 @@ pub struct Reply {
     sealing: Option<(Written, Bytes)>,
     /// Ready when the process cuts what it cannot wait for.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
-    account: Account,
+    account: Box<Account>,
 }
 
 impl Reply {
-    pub fn new(
-        upstream: Paced,
-        observer: Option<Observer>,
-        ending: Ending,
-        permit: Permit,
-        again: Option<Box<Again>>,
-        mut cut: watch::Receiver<bool>,
-        account: Account,
-    ) -> Reply {
+    pub(super) fn new(rest: Streaming, mut cut: watch::Receiver<bool>, account: Box<Account>) -> Reply {
+        let Streaming { upstream, observer, ending, permit, again } = rest;
         let cut = Box::pin(async move {
             if cut.wait_for(|cut| *cut).await.is_err() {
                 // Whoever could cut is gone: nobody will.

@@ -37,7 +37,7 @@ impl Place {
 
 /// What an answer needs to go on elsewhere: its request, for as long as it streams.
 pub struct Again {
-    pub(super) outgoing: Outgoing,
+    pub(super) outgoing: Box<Outgoing>,
     pub(super) place: Place,
 }
 
@@ -85,9 +85,9 @@ impl Again {
         let Place { settings, pool, upstream, model } = &self.place;
         let routed = Routed { settings, pool, upstream: upstream.as_deref(), model: *model };
         match self.outgoing.run(&routed, account).await {
-            Ok(Answered::Streaming { observer: Some(_), upstream, permit, .. }) => Ok((upstream, permit)),
-            Ok(Answered::Streaming { permit, ending, .. }) => {
-                permit.finish(ending);
+            Ok(Answered::Streaming(_, rest)) if rest.observer.is_some() => Ok((rest.upstream, rest.permit)),
+            Ok(Answered::Streaming(_, rest)) => {
+                rest.permit.finish(rest.ending);
                 Err(Resume::Refused)
             }
             Ok(Answered::Whole(_)) => Err(Resume::Refused),

@@ -108,7 +108,8 @@ impl Connections {
         loop {
             let (mut wire, is_kept) = match kept.take() {
                 Some(wire) => (wire, true),
-                None => (self.connect(waits).await?, false),
+                // Boxed: a request that finds a kept connection, as most do, has no room for this.
+                None => (Box::pin(self.connect(waits)).await?, false),
             };
             match wire.exchange(request(), waits).await {
                 Ok(response) => {

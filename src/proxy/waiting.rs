@@ -18,17 +18,17 @@ use super::account::{Account, Awaited};
 use super::connection::Uploading;
 use super::reply::{Reply, ReplyBody};
 use super::response::{Failure, event_of};
-use super::{Answered, MOST_READ, Proxy, Told, headers};
+use super::{Answered, MOST_READ, Proxy, Streaming, Told, headers};
 use crate::scheduler::{Ending, Outlook};
 
 /// Waits for what the request comes to. A stream for which that takes longer than `every` is answered with its head and comments instead.
 pub(super) async fn wait(
     proxy: Arc<Proxy>,
     every: Duration,
-    head: Parts,
+    head: Box<Parts>,
     body: Incoming,
     uploading: Uploading,
-    mut account: Account,
+    mut account: Box<Account>,
 ) -> Result<Told, Response<ReplyBody>> {
     let (awaited, committed) = (Arc::<Awaited>::default(), Arc::<AtomicBool>::default());
     account.is_awaited(Arc::clone(&awaited));
@@ -68,7 +68,8 @@ type Story = Pin<Box<dyn Future<Output = Told> + Send>>;
 /// Reads an answer that is no stream of events.
 async fn in_one_piece(mut told: Told) -> Told {
     match told.ended {
-        Ok(Answered::Streaming { head, mut upstream, observer: None, ending, permit, .. }) => {
+        Ok(Answered::Streaming(head, rest)) if rest.observer.is_none() => {
+            let Streaming { mut upstream, ending, permit, .. } = *rest;
             // What is too long for an event is not passed on in part.
             let bytes = upstream.whole(MOST_READ).await.and_then(|bytes| bytes.ok_or(Failure::CutShort));
             permit.finish(if bytes.is_ok() { ending } else { Ending::Failed { output: 0 } });
@@ -136,9 +137,7 @@ impl Waiting {
     fn answer(&self, told: Told) -> ReplyBody {
         let Told { ended, mut account, .. } = told;
         match ended {
-            Ok(Answered::Streaming { upstream, observer, ending, permit, again, .. }) => {
-                ReplyBody::Streaming(Box::new(Reply::new(upstream, observer, ending, permit, again, self.proxy.cut.subscribe(), account)))
-            }
+            Ok(Answered::Streaming(_, rest)) => ReplyBody::Streaming(Box::new(Reply::new(*rest, self.proxy.cut.subscribe(), account))),
             Ok(Answered::Whole(response)) => ReplyBody::Whole(event_of(account.api(), response.status(), response.body())),
             Err(failure) => {
                 account.told(StatusCode::OK, failure.verdict().1);

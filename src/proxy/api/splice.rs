@@ -1,9 +1,9 @@
 //! Changes of single places in a body. What does not change is not copied.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::pin::Pin;
 use std::task::{Context, Poll};
+use std::vec;
 
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -29,33 +29,37 @@ impl Splices {
             return Payload::from(body.clone());
         }
         self.0.sort_by_key(|(range, _)| (range.start, range.end));
-        let mut pieces = VecDeque::with_capacity(2 * self.0.len() + 1);
+        let mut pieces = Vec::with_capacity(2 * self.0.len() + 1);
         let mut done = 0;
         for (range, text) in self.0 {
             if range.start < done || range.end > body.len() {
                 continue;
             }
-            pieces.push_back(body.slice(done..range.start));
-            pieces.push_back(Bytes::from(text));
+            pieces.push(body.slice(done..range.start));
+            pieces.push(Bytes::from(text));
             done = range.end;
         }
-        pieces.push_back(body.slice(done..));
+        pieces.push(body.slice(done..));
         pieces.retain(|piece| !piece.is_empty());
-        Payload { length: pieces.iter().map(|piece| piece.len() as u64).sum(), pieces }
+        let length = pieces.iter().map(|piece| piece.len() as u64).sum();
+        let mut pieces = pieces.into_iter();
+        Payload { next: pieces.next().unwrap_or_default(), rest: pieces, length }
     }
 }
 
 /// A request body ready to be sent: its length is known and its pieces are shared with the body they came from.
 #[derive(Clone, Debug, Default)]
 pub struct Payload {
-    pieces: VecDeque<Bytes>,
+    /// Empty at the end alone.
+    next: Bytes,
+    rest: vec::IntoIter<Bytes>,
+    /// Of all that is still to come.
     length: u64,
 }
 
 impl From<Bytes> for Payload {
     fn from(body: Bytes) -> Self {
-        let length = body.len() as u64;
-        Payload { pieces: (length > 0).then_some(body).into_iter().collect(), length }
+        Payload { length: body.len() as u64, next: body, rest: vec::IntoIter::default() }
     }
 }
 
@@ -64,15 +68,14 @@ impl Body for Payload {
     type Error = std::convert::Infallible;
 
     fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let piece = self.pieces.pop_front();
-        if let Some(piece) = &piece {
-            self.length -= piece.len() as u64;
-        }
-        Poll::Ready(piece.map(|piece| Ok(Frame::data(piece))))
+        let following = self.rest.next().unwrap_or_default();
+        let piece = std::mem::replace(&mut self.next, following);
+        self.length -= piece.len() as u64;
+        Poll::Ready((!piece.is_empty()).then(|| Ok(Frame::data(piece))))
     }
 
     fn is_end_stream(&self) -> bool {
-        self.pieces.is_empty()
+        self.next.is_empty()
     }
 
     fn size_hint(&self) -> SizeHint {
@@ -82,9 +85,13 @@ impl Body for Payload {
 
 #[cfg(test)]
 impl Payload {
+    fn pieces(&self) -> impl Iterator<Item = &Bytes> {
+        std::iter::once(&self.next).chain(self.rest.as_slice())
+    }
+
     /// All of it in one piece.
     pub fn concat(&self) -> Vec<u8> {
-        let all: Vec<u8> = self.pieces.iter().flatten().copied().collect();
+        let all: Vec<u8> = self.pieces().flatten().copied().collect();
         assert_eq!(all.len() as u64, self.length);
         all
     }
@@ -103,13 +110,13 @@ mod tests {
         splices.replace(3..4, Vec::new());
         let payload = splices.apply(&body);
         assert_eq!(payload.concat(), b"<012456xyz9");
-        assert!(payload.pieces.iter().any(|piece| piece.as_ptr() == body[4..].as_ptr()));
+        assert!(payload.pieces().any(|piece| piece.as_ptr() == body[4..].as_ptr()));
     }
 
     #[test]
     fn without_changes_it_is_the_same_memory() {
         let body = Bytes::from_static(b"abc");
-        assert_eq!(Splices::default().apply(&body).pieces[0].as_ptr(), body.as_ptr());
+        assert_eq!(Splices::default().apply(&body).next.as_ptr(), body.as_ptr());
         assert!(Payload::from(Bytes::new()).is_end_stream());
     }
 }
