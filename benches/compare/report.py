@@ -163,6 +163,54 @@ def scale(found):
     return "\n".join(text) + "\n"
 
 
+def scale_svg(found):
+    """CPU per request by how many backends, pools and tenants there are."""
+    cpu, plain = {}, None
+    for result in found["scale"]:
+        plain = plain or result["peer"]
+        cpu.setdefault(result["peer"], []).append(result["cpu_us"])
+    series = []
+    for what in ("backends", "pools", "tenants"):
+        points = [(int(name.split(" ")[0].replace(",", "")), median(values)) for name, values in cpu.items() if name.split(" ")[-1].removesuffix("s") == what.removesuffix("s")]
+        # Without keys there is no tenant.
+        series.append((what, sorted(points if what == "tenants" else [(1, median(cpu[plain])), *points])))
+    return growth("of them", [("CPU, us a request", series)])
+
+
+LINES = ["#c0392b", "#3d7ea6", "#4b7f52"]
+
+
+def growth(unit, panels):
+    """Panels side by side: lines over a logarithmic count. A panel is its title and its lines, a line its name and its points."""
+    from math import log10
+
+    width, height, left, top, gap = 300, 200, 50, 40, 90
+    text = []
+    for at, (title, lines) in enumerate(panels):
+        x0 = left + at * (width + gap)
+        counts = [count for _, points in lines for count, _ in points]
+        most = max(value for _, points in lines for _, value in points) * 1.1 or 1
+        low, high = int(log10(min(counts))), max(log10(max(counts)), int(log10(min(counts))) + 1)
+        x = lambda count: x0 + width * (log10(count) - low) / (high - low)
+        y = lambda value: top + height * (1 - value / most)
+        text.append(f'<text x="{x0}" y="18" font-weight="bold">{title}</text>')
+        step = 10 ** int(log10(most)) / (1 if most >= 5 * 10 ** int(log10(most)) else 2 if most >= 2 * 10 ** int(log10(most)) else 5)
+        value = 0.0
+        while value <= most:
+            text.append(f'<line x1="{x0}" x2="{x0 + width}" y1="{y(value):.1f}" y2="{y(value):.1f}" stroke="#ddd"/><text x="{x0 - 6}" y="{y(value) + 4:.1f}" text-anchor="end" font-size="10">{value:g}</text>')
+            value += step
+        for power in range(low, int(high) + 1):
+            text.append(f'<text x="{x(10**power):.1f}" y="{top + height + 16}" text-anchor="middle" font-size="10">{10**power:,}</text>')
+        text.append(f'<text x="{x0 + width}" y="{top + height + 32}" text-anchor="end" font-size="10">{unit}</text>')
+        for colour, (name, points) in zip(LINES, lines):
+            path = " ".join(f"{x(count):.1f},{y(value):.1f}" for count, value in points)
+            text.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            text += [f'<circle cx="{x(count):.1f}" cy="{y(value):.1f}" r="3" fill="{colour}"/>' for count, value in points]
+        text += [f'<text x="{x0 + width - 8}" y="{top + height - 12 - 16 * nth}" text-anchor="end" fill="{colour}">{name}</text>' for nth, (colour, (name, _)) in enumerate(zip(LINES, lines))]
+    style = 'font-family="sans-serif" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + len(panels) * (width + gap) - gap + 30}" height="{top + height + 42}" {style}><rect width="100%" height="100%" fill="#fff"/>{"".join(text)}</svg>\n'
+
+
 COLOURS = {"nginx": "#4b7f52", "envoy": "#7a5ea8", "smg": "#c9822b", "vllm-router": "#3d7ea6", "litellm": "#8a8a8a", "headway": "#c0392b"}
 
 

@@ -6,7 +6,7 @@
     python3 benches/compare/run.py --scale              only Headway, from 1 to 200 backends, 50 pools, 10,000 tenants, 20,000 idle connections
 
 Needs Linux, rustc, python3 with venv, nginx, and a release build of Headway (or HEADWAY=path); the other peers are installed from PyPI into
-target/compare at first use (COMPARE_CACHE names another folder). Writes results.json, results.md and results.svg there.
+target/compare at first use (COMPARE_CACHE names another folder). Writes results.json, results.md and results.svg there, or the same of `scale`.
 
 The mock upstream and the load generator (wire.rs) share one core, the proxy has another. In each repeat every peer has its turn at a case, so that a slow
 minute of the machine meets all of them. Every answer must have status 200 and as many bytes as the peer's first answer, which is checked in full.
@@ -263,6 +263,7 @@ def scale(options, wire, directory, core):
         ("10 pools", {"pools": 10}),
         ("50 pools", {"pools": 50}),
         ("1 tenant", {"tenants": 1}),
+        ("100 tenants", {"tenants": 100}),
         ("10,000 tenants", {"tenants": 10_000}),
         (f"{options.idle:,} idle connections", {"idle": options.idle}),
         ("16 slots: 48 of 64 requests wait", {"slots": 16}),
@@ -357,6 +358,7 @@ def main():
         if options.scale:
             found = {"machine": machine(), "scale": scale(options, wire, directory, far)}
             name, text = "scale", report.scale(found)
+            (options.out / "scale.svg").write_text(report.scale_svg(found))
         else:
             found = {"machine": machine(), **compare(options, wire, directory, far)}
             name, text = "results", report.markdown(found)
