@@ -233,7 +233,8 @@ class Variant(peers.Headway):
         super().__init__([f"http://{upstream}"], "mock", directory, core)
 
     def config(self):
-        lines = [f"listen: 127.0.0.1:{self.port}", f"admin: 127.0.0.1:{self.admin}", "threads: 1"]
+        # Idle connections have sent nothing, and are to stay for as long as the run takes.
+        lines = [f"listen: 127.0.0.1:{self.port}", f"admin: 127.0.0.1:{self.admin}", "threads: 1", "edge: { head_timeout: 1h }"]
         if self.ranker:
             lines.append(f"ranker: {{ weights: {self.ranker}, deadline: 10s, threads: 1 }}")
         if self.tenants:
