@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds Headway and runs its demo. Needs Rust and a C compiler; cmake, which one dependency builds with, is installed where it is missing.
+# Builds Headway and runs its demo. Needs Rust, a C compiler and make; cmake, which one dependency builds with, is installed where it is missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
