@@ -107,7 +107,7 @@ impl SpeedLearner {
         self.saturated = saturated.then_some(now);
     }
 
-    /// Since when the backend has all it may hold.
+    /// Whether the backend has all it may hold, as far as it was told.
     pub fn is_saturated(&self) -> bool {
         self.saturated.is_some()
     }
