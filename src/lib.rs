@@ -5,7 +5,7 @@
 //! virtual time.
 //!
 //! ```text
-//!            hyper on pingora's listeners                         one owner task per pool
+//!            hyper on pingora's threads                           one owner task per pool
 //!  client ──────▶ proxy ── text ──▶ ranker ── score ──▶ dispatcher ── events ──▶ scheduler
 //!    ▲              │                                       │ ◀──── actions ──────  (pure)
 //!    │              │ ◀───────────── permit ────────────────┘                        ▲

@@ -471,7 +471,7 @@ impl Owner {
     }
 }
 
-/// Does what may take milliseconds while the other tasks of this thread go on on another; tests have runtimes of one thread only.
+/// Does what may take milliseconds while the other tasks of this thread go on on another; where there is no other, they wait.
 fn apart<T>(is_long: bool, work: impl FnOnce() -> T) -> T {
     if is_long && Handle::current().runtime_flavor() == RuntimeFlavor::MultiThread { tokio::task::block_in_place(work) } else { work() }
 }

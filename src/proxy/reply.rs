@@ -313,21 +313,45 @@ pub struct Reply {
     again: Option<Box<Again>>,
     /// The last of the answer, and what it waits for.
     sealing: Option<(Written, Bytes)>,
-    /// Ready when the process cuts what it cannot wait for.
-    cut: Pin<Box<dyn Future<Output = ()> + Send>>,
+    cut: Cut,
     account: Box<Account>,
 }
 
-impl Reply {
-    pub(super) fn new(rest: Streaming, mut cut: watch::Receiver<bool>, account: Box<Account>) -> Reply {
-        let Streaming { upstream, observer, ending, permit, again } = rest;
-        let cut = Box::pin(async move {
-            if cut.wait_for(|cut| *cut).await.is_err() {
+/// Whether the process cuts what it cannot wait for.
+struct Cut {
+    word: watch::Receiver<bool>,
+    /// Ready when it does.
+    said: Pin<Box<dyn Future<Output = ()> + Send>>,
+    /// `said` knows whom to wake.
+    watched: bool,
+}
+
+impl Cut {
+    fn new(word: watch::Receiver<bool>) -> Cut {
+        let mut told = word.clone();
+        let said = Box::pin(async move {
+            if told.wait_for(|cut| *cut).await.is_err() {
                 // Whoever could cut is gone: nobody will.
                 std::future::pending::<()>().await;
             }
         });
-        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), again, sealing: None, cut, account }
+        Cut { word, said, watched: false }
+    }
+
+    /// Asked at every turn. The first leaves a waker (an HTTP/2 stream is a task of its own, which nothing else would wake), later ones only compare a number.
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.watched && !self.word.has_changed().unwrap_or(false) {
+            return Poll::Pending;
+        }
+        self.watched = true;
+        self.said.as_mut().poll(cx)
+    }
+}
+
+impl Reply {
+    pub(super) fn new(rest: Streaming, cut: watch::Receiver<bool>, account: Box<Account>) -> Reply {
+        let Streaming { upstream, observer, ending, permit, again } = rest;
+        Reply { upstream: Some(upstream), observer, ending, permit: Some(permit), again, sealing: None, cut: Cut::new(cut), account }
     }
 
     /// The length of what is still to come, where nothing is changed on the way.
@@ -346,8 +370,7 @@ impl Reply {
                 _ => {}
             }
             let Some(upstream) = &mut self.upstream else { return Poll::Ready(Next::End) };
-            // Polled rather than looked at: an HTTP/2 stream is a task of its own, which nothing else would wake.
-            if self.cut.as_mut().poll(cx).is_ready() {
+            if self.cut.poll(cx).is_ready() {
                 return Poll::Ready(self.ends(&Failure::ShuttingDown));
             }
             match ready!(upstream.poll_chunk(cx)) {
@@ -473,7 +496,7 @@ impl Reply {
             }
             let resumed = tokio::select! {
                 biased;
-                () = self.cut.as_mut() => None,
+                () = self.cut.said.as_mut() => None,
                 resumed = resume(&mut again, &observer, &mut self.account) => Some(resumed),
             };
             match resumed {

@@ -1,4 +1,4 @@
-//! The server: pingora accepts, ends TLS, carries the worker threads and hands sockets over; hyper speaks HTTP on what was accepted.
+//! The server: pingora carries the worker threads, ends TLS and hands sockets over; hyper speaks HTTP on what was accepted.
 //!
 //! pingora's own graceful shutdown sleeps for a fixed time and then cuts what still streams. Here a [`Shutdown`] waits for what is open, at most as long as
 //! the configuration says, and only then ends pingora, quickly.
@@ -6,9 +6,9 @@
 use std::cell::Cell;
 use std::convert::Infallible;
 use std::future::Future;
-use std::io;
+use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::IntoRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::path::{Path, PathBuf};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -33,6 +33,8 @@ use pingora::protocols::Stream;
 use pingora::server::configuration::ServerConf;
 use pingora::server::{Fds, ListenFds, RunArgs, ShutdownSignal, ShutdownSignalWatch, ShutdownWatch};
 use pingora::services::listening;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
@@ -54,7 +56,8 @@ const LEAST_HEAD: usize = 8 << 10;
 const LEAVING: Duration = Duration::from_secs(5);
 /// How long a connection that comes during a drain may take to begin, and a stream that is cut to say so.
 const LATE: Duration = Duration::from_secs(1);
-
+/// How long nothing is accepted after the system had no file for another connection.
+const NO_FILES: Duration = Duration::from_millis(100);
 /// How long the handler may take for its last call.
 const LAST: Duration = Duration::from_secs(5);
 
@@ -115,7 +118,7 @@ pub struct Options {
 /// A bound server that does not run yet.
 pub struct Server {
     address: SocketAddr,
-    socket: i32,
+    socket: TcpListener,
     tls: Option<Tls>,
     options: Options,
 }
@@ -141,7 +144,7 @@ impl Server {
                     let listener = TcpListener::bind(listen)?;
                     listener.set_nonblocking(true)?;
                     let address = listener.local_addr()?;
-                    Ok((listener.into_raw_fd(), address))
+                    Ok((listener, address))
                 };
                 listening().map_err(|source| ServerError::Listen { address: listen, source })?
             }
@@ -159,23 +162,33 @@ impl Server {
         let name = self.address.to_string();
         let phase = Arc::new(watch::Sender::new(Phase::Serving));
         let app = App { handler: Arc::clone(&handler), phase: Arc::clone(&phase) };
-        let mut inner = listening::Service::new("edge".to_owned(), app);
-        // hyper has buffers of its own; TLS reads records of up to 16 KiB.
-        let endpoint = match &self.tls {
-            None => ListenerConfig::tcp(&name).l4_buffer(L4BufferSettings::unbuffered()),
-            Some(tls) => ListenerConfig::tcp(&name).l4_buffer(L4BufferSettings::new(16 << 10, 0)).tls(tls_settings(tls)?),
+        let accepts = match &self.tls {
+            None => Accepts::Plain(Arc::new(app)),
+            Some(tls) => {
+                let mut service = listening::Service::new("edge".to_owned(), app);
+                // hyper has buffers of its own; TLS reads records of up to 16 KiB.
+                service.add_listener(ListenerConfig::tcp(&name).l4_buffer(L4BufferSettings::new(16 << 10, 0)).tls(tls_settings(tls)?));
+                Accepts::Tls(service)
+            }
         };
-        inner.add_listener(endpoint);
 
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if self.options.threads == 0 { cores } else { self.options.threads };
         let (accepting, accept) = watch::channel(false);
         let sockets = Arc::<Mutex<Option<ListenFds>>>::default();
-        let service =
-            Service { handler: Arc::clone(&handler), inner, threads, name: name.clone(), socket: self.socket, accept, sockets: Arc::clone(&sockets) };
+        let service = Service {
+            handler: Arc::clone(&handler),
+            accepts,
+            threads,
+            name: name.clone(),
+            socket: Some(self.socket),
+            accept,
+            sockets: Arc::clone(&sockets),
+        };
         let shutdown = Shutdown { handler, stop, phase, accepting, upgrade_sock: self.options.upgrade_sock, sockets };
 
-        let conf = ServerConf { threads, ..ServerConf::default() };
+        // A thread that nobody could take work from needs no queues for it: its own are cheaper, and fair however many connections are ready at once.
+        let conf = ServerConf { threads, work_stealing: threads > 1, ..ServerConf::default() };
         let mut server = pingora::server::Server::new_with_opt_and_conf(None, conf);
         server.bootstrap();
         server.add_service(service);
@@ -197,34 +210,135 @@ enum Phase {
     Cutting,
 }
 
-/// pingora's service with a socket that is already open and an end of its own.
+/// A service of pingora's with a socket that is already open and an end of its own.
 struct Service<H> {
     handler: Arc<H>,
-    inner: listening::Service<App<H>>,
+    accepts: Accepts<H>,
     threads: usize,
     name: String,
-    socket: i32,
+    /// Gone once it is listened on.
+    socket: Option<TcpListener>,
+    /// True once nothing more is accepted.
     accept: watch::Receiver<bool>,
     sockets: Arc<Mutex<Option<ListenFds>>>,
+}
+
+/// Who accepts.
+enum Accepts<H> {
+    /// Plain connections have no use for pingora's stream around them.
+    Plain(Arc<App<H>>),
+    Tls(listening::Service<App<H>>),
 }
 
 #[async_trait]
 impl<H: Handler> pingora::services::Service for Service<H> {
     async fn start_service(&mut self, fds: Option<ListenFds>, _shutdown: ShutdownWatch, listeners: usize) {
         self.handler.begin(Handle::current()).await;
+        let Some(socket) = self.socket.take() else { return };
         if let Some(fds) = &fds {
-            fds.lock().add(self.name.clone(), self.socket);
+            fds.lock().add(self.name.clone(), socket.as_raw_fd());
             *self.sockets.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(fds));
         }
-        self.inner.start_service(fds, self.accept.clone(), listeners).await;
+        match &mut self.accepts {
+            Accepts::Plain(app) => accept(app, socket, self.accept.clone()).await,
+            Accepts::Tls(service) => {
+                // The service finds it among the sockets by its name, and owns it from then on.
+                _ = socket.into_raw_fd();
+                service.start_service(fds, self.accept.clone(), listeners).await;
+            }
+        }
     }
 
     fn name(&self) -> &str {
-        self.inner.name()
+        "edge"
     }
 
     fn threads(&self) -> Option<usize> {
         Some(self.threads)
+    }
+}
+
+/// Accepts plain connections until it is told to `stop`, each of which is served by a task of its own.
+async fn accept<H: Handler>(app: &Arc<App<H>>, socket: TcpListener, mut stop: watch::Receiver<bool>) {
+    let listener = match tokio::net::TcpListener::from_std(socket) {
+        Ok(listener) => listener,
+        Err(error) => return tracing::error!(%error, "the socket cannot be listened on"),
+    };
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            // A sender that is gone cannot say anything else any more.
+            _ = stop.wait_for(|stop| *stop) => return,
+        };
+        match accepted {
+            Ok((stream, from)) => {
+                let app = Arc::clone(app);
+                tokio::spawn(async move {
+                    // A socket that refuses this has lost its client already, which the first read tells.
+                    _ = stream.set_nodelay(true);
+                    app.serve(Accepted::Plain(stream), Some(from.ip()), app.phase.subscribe()).await;
+                });
+            }
+            // It broke before it was accepted: nothing is left of it.
+            Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) => {}
+            // Mostly for want of a file, which one of those that are open gives back.
+            Err(error) => {
+                tracing::error!(%error, "a connection cannot be accepted");
+                tokio::time::sleep(NO_FILES).await;
+            }
+        }
+    }
+}
+
+/// A connection as it was accepted.
+enum Accepted {
+    Plain(TcpStream),
+    Tls(Stream),
+}
+
+impl AsyncRead for Accepted {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Accepted::Plain(stream) => Pin::new(stream).poll_read(cx, buffer),
+            Accepted::Tls(stream) => Pin::new(stream).poll_read(cx, buffer),
+        }
+    }
+}
+
+impl AsyncWrite for Accepted {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Accepted::Plain(stream) => Pin::new(stream).poll_write(cx, bytes),
+            Accepted::Tls(stream) => Pin::new(stream).poll_write(cx, bytes),
+        }
+    }
+
+    fn poll_write_vectored(self: Pin<&mut Self>, cx: &mut Context<'_>, pieces: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        match self.get_mut() {
+            Accepted::Plain(stream) => Pin::new(stream).poll_write_vectored(cx, pieces),
+            Accepted::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, pieces),
+        }
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Accepted::Plain(stream) => stream.is_write_vectored(),
+            Accepted::Tls(stream) => stream.is_write_vectored(),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Accepted::Plain(stream) => Pin::new(stream).poll_flush(cx),
+            Accepted::Tls(stream) => Pin::new(stream).poll_flush(cx),
+        }
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        match self.get_mut() {
+            Accepted::Plain(stream) => Pin::new(stream).poll_shutdown(cx),
+            Accepted::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+        }
     }
 }
 
@@ -238,16 +352,16 @@ struct App<H> {
 #[async_trait]
 impl<H: Handler> ServerApp for App<H> {
     async fn process_new(self: &Arc<Self>, stream: Stream, _shutdown: &ShutdownWatch) -> Option<Stream> {
-        self.serve(stream, self.phase.subscribe()).await;
+        let from = stream.get_socket_digest().and_then(|socket| Some(socket.peer_addr()?.as_inet()?.ip()));
+        self.serve(Accepted::Tls(stream), from, self.phase.subscribe()).await;
         None
     }
 }
 
 impl<H: Handler> App<H> {
     /// Serves one connection to its end.
-    async fn serve(&self, stream: Stream, phase: watch::Receiver<Phase>) {
+    async fn serve(&self, stream: Accepted, from: Option<IpAddr>, phase: watch::Receiver<Phase>) {
         let vitals = Arc::<Vitals>::default();
-        let from = stream.get_socket_digest().and_then(|socket| Some(socket.peer_addr()?.as_inet()?.ip()));
         let limits = self.handler.limits();
         let patience = if *phase.borrow() < Phase::Closing { limits.head_timeout } else { limits.head_timeout.min(LATE) };
         let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), patience, limits.half_close).await else { return };
@@ -524,7 +638,7 @@ impl Signals {
 }
 
 /// Takes the listening socket over from the process that listens now; waits some seconds for it to be offered.
-fn take_over(listen: SocketAddr, sock: &Path) -> Result<i32, ServerError> {
+fn take_over(listen: SocketAddr, sock: &Path) -> Result<TcpListener, ServerError> {
     let failed = |reason: String| ServerError::TakeOver { address: listen, sock: sock.to_owned(), reason };
     if !folder_of(sock).is_dir() {
         return Err(failed("its folder does not exist".to_owned()));
@@ -534,7 +648,9 @@ fn take_over(listen: SocketAddr, sock: &Path) -> Result<i32, ServerError> {
     let name = listen.to_string();
     let socket = offered.get(&name).copied();
     offered.close_unclaimed(&std::iter::once(name).collect());
-    socket.ok_or_else(|| failed("the running process listens elsewhere".to_owned()))
+    let socket = socket.ok_or_else(|| failed("the running process listens elsewhere".to_owned()))?;
+    // SAFETY: the file came with the message just read, and nothing else in this process knows of it: what was not asked for is closed.
+    Ok(unsafe { TcpListener::from_raw_fd(socket) })
 }
 
 /// The folder that a path is in; a bare name is in the working directory.
