@@ -106,7 +106,7 @@ impl Handler for StandIn {
 
     async fn begin(&self, _: tokio::runtime::Handle) {}
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>, _: Option<std::net::IpAddr>, uploading: Uploading) -> Response<Answer> {
+    async fn handle(self: Arc<Self>, request: Request<Incoming>, _: std::net::IpAddr, uploading: Uploading) -> Response<Answer> {
         let mut guard = Guard(Some(self.events.clone()));
         let path = request.uri().path().to_owned();
         self.events.send(Event::Began).unwrap();
@@ -168,13 +168,13 @@ struct Running {
     ended: tokio::sync::oneshot::Receiver<()>,
 }
 
-fn start_with(tls: Option<Tls>, limits: Edge) -> Running {
+fn start_with(threads: usize, tls: Option<Tls>, limits: Edge) -> Running {
     let (events_in, events) = mpsc::unbounded_channel();
     let (stop, stopped) = watch::channel(false);
     let (go, gone) = watch::channel(false);
     let (draining_in, draining) = watch::channel(false);
     let (ending, ended) = tokio::sync::oneshot::channel();
-    let server = Server::bind("127.0.0.1:0".parse().unwrap(), tls, Options { threads: 2, ..Options::default() }).unwrap();
+    let server = Server::bind("127.0.0.1:0".parse().unwrap(), tls, Options { threads, ..Options::default() }).unwrap();
     let address = server.address();
     std::thread::spawn(move || {
         server.run(Arc::new(StandIn { events: events_in, draining: draining_in, go: gone, limits }), Stop::Told(stopped)).unwrap();
@@ -184,7 +184,7 @@ fn start_with(tls: Option<Tls>, limits: Edge) -> Running {
 }
 
 fn start() -> Running {
-    start_with(None, Edge::default())
+    start_with(2, None, Edge::default())
 }
 
 impl Running {
@@ -244,13 +244,24 @@ async fn thirty_mebibytes_arrive_whole() {
 
 #[tokio::test]
 async fn ten_thousand_events_come_in_order() {
-    let server = start();
-    let mut socket = server.connect().await;
-    socket.write_all(b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
-    let text = read_until(&mut socket, "0\r\n\r\n").await;
-    let numbers: Vec<usize> = text.lines().filter_map(|line| line.strip_prefix("data: ")).map(|n| n.parse().unwrap()).collect();
-    assert_eq!(numbers, (0..10_000).rev().collect::<Vec<_>>());
-    server.end().await;
+    for threads in [1, 2] {
+        let server = start_with(threads, None, Edge::default());
+        let mut socket = server.connect().await;
+        socket.write_all(b"GET /events HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let text = read_until(&mut socket, "0\r\n\r\n").await;
+        let numbers: Vec<usize> = text.lines().filter_map(|line| line.strip_prefix("data: ")).map(|n| n.parse().unwrap()).collect();
+        assert_eq!(numbers, (0..10_000).rev().collect::<Vec<_>>());
+        server.end().await;
+    }
+}
+
+#[test]
+fn a_burst_of_connections_finds_room_to_wait_in() {
+    let server = Server::bind("127.0.0.1:0".parse().unwrap(), None, Options::default()).unwrap();
+    // Nobody accepts them yet. One without room would be tried again after a second.
+    let connect = |_| std::net::TcpStream::connect_timeout(&server.address(), Duration::from_millis(900));
+    let connected: Result<Vec<_>, _> = (0..400).map(connect).collect();
+    assert_eq!(connected.unwrap().len(), 400);
 }
 
 /// What the client sends before it leaves, while its first request waits.
@@ -308,7 +319,7 @@ async fn a_client_that_half_closes_is_told_by_the_end_of_the_connection() {
 /// Where half-closing clients are served, it waits for its answer.
 #[tokio::test]
 async fn a_client_that_half_closes_gets_its_answer_where_that_is_configured() {
-    let mut server = start_with(None, Edge { half_close: true, ..Edge::default() });
+    let mut server = start_with(1, None, Edge { half_close: true, ..Edge::default() });
     let mut socket = server.connect().await;
     socket.write_all(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     assert_eq!(server.event().await, Event::Began);
@@ -377,7 +388,7 @@ async fn a_hundred_streams_share_a_connection() {
 
 #[tokio::test]
 async fn heads_have_limits() {
-    let server = start_with(None, Edge { max_head: 16 << 10, head_timeout: Duration::from_millis(200), ..Edge::default() });
+    let server = start_with(1, None, Edge { max_head: 16 << 10, head_timeout: Duration::from_millis(200), ..Edge::default() });
     let mut socket = server.connect().await;
     socket.write_all(format!("GET /fits HTTP/1.1\r\nhost: x\r\nlong: {}\r\n\r\n", "y".repeat(31 << 10)).as_bytes()).await.unwrap();
     read_until(&mut socket, "/fits").await;
@@ -429,7 +440,7 @@ async fn a_drain_waits_for_what_runs() {
 
 #[tokio::test]
 async fn a_drain_has_an_end() {
-    let server = start_with(None, Edge { drain: Duration::from_millis(200), ..Edge::default() });
+    let server = start_with(1, None, Edge { drain: Duration::from_millis(200), ..Edge::default() });
     let mut stream = server.connect().await;
     stream.write_all(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     read_until(&mut stream, "data: first\n\n\r\n").await;
@@ -439,7 +450,7 @@ async fn a_drain_has_an_end() {
 
 #[tokio::test]
 async fn an_answer_that_is_nearly_there_when_the_drain_ends_still_comes() {
-    let mut server = start_with(None, Edge { drain: Duration::from_millis(200), ..Edge::default() });
+    let mut server = start_with(2, None, Edge { drain: Duration::from_millis(200), ..Edge::default() });
     let mut stream = server.connect().await;
     stream.write_all(b"GET /slow HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
     read_until(&mut stream, "data: first\n\n\r\n").await;
@@ -459,7 +470,7 @@ async fn an_answer_that_is_nearly_there_when_the_drain_ends_still_comes() {
 #[test]
 fn tls_offers_both_protocols() {
     let data = |name: &str| std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data").join(name);
-    let server = start_with(Some(Tls { cert: data("localhost.crt"), key: data("localhost.key") }), Edge::default());
+    let server = start_with(1, Some(Tls { cert: data("localhost.crt"), key: data("localhost.key") }), Edge::default());
     for (offered, chosen) in [(&[b"h2".to_vec(), b"http/1.1".to_vec()][..], "h2"), (&[b"http/1.1".to_vec()], "http/1.1")] {
         use rustls::pki_types::pem::PemObject;
         use std::io::{Read, Write};

@@ -1,6 +1,6 @@
 //! The two ends of the comparison: a mock upstream and a load generator, each one thread around epoll, so that neither is what is measured.
 //!
-//! `rustc -O --edition 2024 wire.rs` builds it; run.py does. Only the standard library and four calls of Linux's C library.
+//! `rustc -O --edition 2024 wire.rs` builds it; run.py does. Only the standard library and five calls of Linux's C library.
 //!
 //! ```text
 //! wire mock ADDRESS                   answers by the marker in a request's body, see `Script`
@@ -49,6 +49,7 @@ struct Timespec {
 
 unsafe extern "C" {
     fn epoll_create1(flags: i32) -> RawFd;
+    fn listen(file: RawFd, backlog: i32) -> i32;
     fn epoll_ctl(epoll: RawFd, operation: i32, file: RawFd, event: *mut Event) -> i32;
     fn epoll_pwait2(epoll: RawFd, events: *mut Event, capacity: i32, timeout: *const Timespec, mask: *const u8) -> i32;
     fn prctl(option: i32, argument: u64) -> i32;
@@ -305,6 +306,11 @@ fn mock(address: SocketAddr) -> Result<(), Error> {
     const LISTENER: usize = usize::MAX;
     let listener = TcpListener::bind(address)?;
     listener.set_nonblocking(true)?;
+    // Of the 128 that the standard library lets wait, a burst would leave some over, which come back after a second.
+    // SAFETY: the call takes no pointer, and the file is the listener's.
+    if unsafe { listen(listener.as_raw_fd(), 4096) } < 0 {
+        return Err(io::Error::last_os_error().into());
+    }
     let mut poll = Poll::new()?;
     poll.add(&listener, LISTENER, READ)?;
     let answers = Answers::new();

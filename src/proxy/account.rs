@@ -35,7 +35,7 @@ const CLIENT_LEFT: (u16, &str) = (499, "client_left");
 /// One request's story so far. Until something else is said, its client has left.
 pub struct Account {
     gateway: Arc<Gateway>,
-    from: Option<IpAddr>,
+    from: IpAddr,
     started: Instant,
     method: Method,
     path: Cow<'static, str>,
@@ -121,7 +121,7 @@ impl Awaited {
 
 impl Account {
     /// A request whose head has come. Where traces are recorded, the head says afterwards which one it belongs to.
-    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue, from: Option<IpAddr>) -> Box<Account> {
+    pub fn open(gateway: &Arc<Gateway>, head: &mut Parts, request_id: HeaderValue, from: IpAddr) -> Box<Account> {
         let started = Instant::now();
         Box::new(Account {
             gateway: Arc::clone(gateway),
@@ -172,7 +172,7 @@ impl Account {
     }
 
     /// Where its connection comes from.
-    pub fn from(&self) -> Option<IpAddr> {
+    pub fn from(&self) -> IpAddr {
         self.from
     }
 

@@ -141,7 +141,7 @@ impl Handler for Proxy {
         self.gateway.move_to(runtime).await;
     }
 
-    async fn handle(self: Arc<Self>, request: Request<Incoming>, from: Option<IpAddr>, uploading: Uploading) -> Response<ReplyBody> {
+    async fn handle(self: Arc<Self>, request: Request<Incoming>, from: IpAddr, uploading: Uploading) -> Response<ReplyBody> {
         let (head, body) = request.into_parts();
         // Head and account go from hand to hand as pointers: what is moved by value is copied each time.
         let mut head = Box::new(head);

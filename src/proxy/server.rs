@@ -1,4 +1,4 @@
-//! The server: pingora carries the worker threads, ends TLS and hands sockets over; hyper speaks HTTP on what was accepted.
+//! The server: pingora carries the worker threads and hands sockets over, rustls ends TLS, hyper speaks HTTP.
 //!
 //! pingora's own graceful shutdown sleeps for a fixed time and then cuts what still streams. Here a [`Shutdown`] waits for what is open, at most as long as
 //! the configuration says, and only then ends pingora, quickly.
@@ -8,7 +8,7 @@ use std::convert::Infallible;
 use std::future::Future;
 use std::io::{self, IoSlice};
 use std::net::{IpAddr, SocketAddr, TcpListener};
-use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
+use std::os::fd::{AsRawFd, FromRawFd};
 use std::path::{Path, PathBuf};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -26,19 +26,17 @@ use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::graceful::GracefulConnection;
-use pingora::apps::ServerApp;
-use pingora::listeners::tls::TlsSettings;
-use pingora::listeners::{L4BufferSettings, ListenerConfig};
-use pingora::protocols::Stream;
 use pingora::server::configuration::ServerConf;
 use pingora::server::{Fds, ListenFds, RunArgs, ShutdownSignal, ShutdownSignalWatch, ShutdownWatch};
-use pingora::services::listening;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use socket2::SockRef;
+use tokio::io::{AsyncRead, AsyncWrite, BufReader, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
-use tokio::time::{Instant, Sleep};
+use tokio::time::{Instant, Sleep, timeout};
+use tokio_rustls::TlsAcceptor;
+use tokio_rustls::server::TlsStream;
 
 pub use super::connection::Uploading;
 use super::connection::{Downstream, InProgress, Protocol, STALLED, Vitals};
@@ -56,6 +54,11 @@ const LEAST_HEAD: usize = 8 << 10;
 const LEAVING: Duration = Duration::from_secs(5);
 /// How long a connection that comes during a drain may take to begin, and a stream that is cut to say so.
 const LATE: Duration = Duration::from_secs(1);
+/// Connections that may wait to be accepted; Linux allows at most `net.core.somaxconn`. One that finds no room is tried again by its client's system after a
+/// second, so the 128 of Rust's standard library would make a burst of clients wait that long.
+const BACKLOG: i32 = 4096;
+/// What is read at once of a TLS connection: rustls alone would read a record of this size, the largest there is, in pieces.
+const RECORD: usize = 16 << 10;
 /// How long nothing is accepted after the system had no file for another connection.
 const NO_FILES: Duration = Duration::from_millis(100);
 /// How long the handler may take for its last call.
@@ -70,12 +73,7 @@ pub trait Handler: Send + Sync + 'static {
     fn begin(&self, runtime: Handle) -> impl Future<Output = ()> + Send;
 
     /// Answers one request of a connection that comes `from` there. The future, and then the body, are dropped when the client leaves: at once, after `uploading` is dropped.
-    fn handle(
-        self: Arc<Self>,
-        request: Request<Incoming>,
-        from: Option<IpAddr>,
-        uploading: Uploading,
-    ) -> impl Future<Output = Response<Self::Body>> + Send;
+    fn handle(self: Arc<Self>, request: Request<Incoming>, from: IpAddr, uploading: Uploading) -> impl Future<Output = Response<Self::Body>> + Send;
 
     /// The limits that hold now; asked once per connection.
     fn limits(&self) -> Edge;
@@ -119,7 +117,7 @@ pub struct Options {
 pub struct Server {
     address: SocketAddr,
     socket: TcpListener,
-    tls: Option<Tls>,
+    tls: Option<TlsAcceptor>,
     options: Options,
 }
 
@@ -132,17 +130,16 @@ pub enum Stop {
 }
 
 impl Server {
-    /// Opens the listening socket, or takes it over from a running process, and checks the certificate.
+    /// Opens the listening socket, or takes it over from a running process, and reads the certificate.
     pub fn bind(listen: SocketAddr, tls: Option<Tls>, options: Options) -> Result<Server, ServerError> {
-        if let Some(tls) = &tls {
-            check_certificate(tls)?;
-        }
+        let tls = tls.as_ref().map(acceptor).transpose()?;
         let (socket, address) = match (&options.upgrade_sock, options.upgrade) {
             (Some(sock), true) => (take_over(listen, sock)?, listen),
             _ => {
                 let listening = || {
                     let listener = TcpListener::bind(listen)?;
                     listener.set_nonblocking(true)?;
+                    SockRef::from(&listener).listen(BACKLOG)?;
                     let address = listener.local_addr()?;
                     Ok((listener, address))
                 };
@@ -161,30 +158,12 @@ impl Server {
     pub fn run<H: Handler>(self, handler: Arc<H>, stop: Stop) -> Result<(), ServerError> {
         let name = self.address.to_string();
         let phase = Arc::new(watch::Sender::new(Phase::Serving));
-        let app = App { handler: Arc::clone(&handler), phase: Arc::clone(&phase) };
-        let accepts = match &self.tls {
-            None => Accepts::Plain(Arc::new(app)),
-            Some(tls) => {
-                let mut service = listening::Service::new("edge".to_owned(), app);
-                // hyper has buffers of its own; TLS reads records of up to 16 KiB.
-                service.add_listener(ListenerConfig::tcp(&name).l4_buffer(L4BufferSettings::new(16 << 10, 0)).tls(tls_settings(tls)?));
-                Accepts::Tls(service)
-            }
-        };
-
+        let app = Arc::new(App { handler: Arc::clone(&handler), tls: self.tls, phase: Arc::clone(&phase) });
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if self.options.threads == 0 { cores } else { self.options.threads };
         let (accepting, accept) = watch::channel(false);
         let sockets = Arc::<Mutex<Option<ListenFds>>>::default();
-        let service = Service {
-            handler: Arc::clone(&handler),
-            accepts,
-            threads,
-            name: name.clone(),
-            socket: Some(self.socket),
-            accept,
-            sockets: Arc::clone(&sockets),
-        };
+        let service = Service { app, threads, name, socket: Some(self.socket), accept, sockets: Arc::clone(&sockets) };
         let shutdown = Shutdown { handler, stop, phase, accepting, upgrade_sock: self.options.upgrade_sock, sockets };
 
         // A thread that nobody could take work from needs no queues for it: its own are cheaper, and fair however many connections are ready at once.
@@ -212,9 +191,9 @@ enum Phase {
 
 /// A service of pingora's with a socket that is already open and an end of its own.
 struct Service<H> {
-    handler: Arc<H>,
-    accepts: Accepts<H>,
+    app: Arc<App<H>>,
     threads: usize,
+    /// What the socket is called when it is handed over.
     name: String,
     /// Gone once it is listened on.
     socket: Option<TcpListener>,
@@ -223,30 +202,16 @@ struct Service<H> {
     sockets: Arc<Mutex<Option<ListenFds>>>,
 }
 
-/// Who accepts.
-enum Accepts<H> {
-    /// Plain connections have no use for pingora's stream around them.
-    Plain(Arc<App<H>>),
-    Tls(listening::Service<App<H>>),
-}
-
 #[async_trait]
 impl<H: Handler> pingora::services::Service for Service<H> {
-    async fn start_service(&mut self, fds: Option<ListenFds>, _shutdown: ShutdownWatch, listeners: usize) {
-        self.handler.begin(Handle::current()).await;
+    async fn start_service(&mut self, fds: Option<ListenFds>, _shutdown: ShutdownWatch, _listeners: usize) {
+        self.app.handler.begin(Handle::current()).await;
         let Some(socket) = self.socket.take() else { return };
         if let Some(fds) = &fds {
             fds.lock().add(self.name.clone(), socket.as_raw_fd());
             *self.sockets.lock().unwrap_or_else(PoisonError::into_inner) = Some(Arc::clone(fds));
         }
-        match &mut self.accepts {
-            Accepts::Plain(app) => accept(app, socket, self.accept.clone()).await,
-            Accepts::Tls(service) => {
-                // The service finds it among the sockets by its name, and owns it from then on.
-                _ = socket.into_raw_fd();
-                service.start_service(fds, self.accept.clone(), listeners).await;
-            }
-        }
+        accept(&self.app, socket, self.accept.clone()).await;
     }
 
     fn name(&self) -> &str {
@@ -258,7 +223,7 @@ impl<H: Handler> pingora::services::Service for Service<H> {
     }
 }
 
-/// Accepts plain connections until it is told to `stop`, each of which is served by a task of its own.
+/// Accepts connections until it is told to `stop`, each of which is served by a task of its own.
 async fn accept<H: Handler>(app: &Arc<App<H>>, socket: TcpListener, mut stop: watch::Receiver<bool>) {
     let listener = match tokio::net::TcpListener::from_std(socket) {
         Ok(listener) => listener,
@@ -276,7 +241,10 @@ async fn accept<H: Handler>(app: &Arc<App<H>>, socket: TcpListener, mut stop: wa
                 tokio::spawn(async move {
                     // A socket that refuses this has lost its client already, which the first read tells.
                     _ = stream.set_nodelay(true);
-                    app.serve(Accepted::Plain(stream), Some(from.ip()), app.phase.subscribe()).await;
+                    let phase = app.phase.subscribe();
+                    if let Some(stream) = app.secure(stream).await {
+                        app.serve(stream, from.ip(), phase).await;
+                    }
                 });
             }
             // It broke before it was accepted: nothing is left of it.
@@ -290,10 +258,10 @@ async fn accept<H: Handler>(app: &Arc<App<H>>, socket: TcpListener, mut stop: wa
     }
 }
 
-/// A connection as it was accepted.
+/// A connection that has begun.
 enum Accepted {
     Plain(TcpStream),
-    Tls(Stream),
+    Tls(Box<TlsStream<BufReader<TcpStream>>>),
 }
 
 impl AsyncRead for Accepted {
@@ -345,22 +313,28 @@ impl AsyncWrite for Accepted {
 /// Serves each accepted connection.
 struct App<H> {
     handler: Arc<H>,
+    tls: Option<TlsAcceptor>,
     /// Every connection holds a receiver: when all are gone, the server may end.
     phase: Arc<watch::Sender<Phase>>,
 }
 
-#[async_trait]
-impl<H: Handler> ServerApp for App<H> {
-    async fn process_new(self: &Arc<Self>, stream: Stream, _shutdown: &ShutdownWatch) -> Option<Stream> {
-        let from = stream.get_socket_digest().and_then(|socket| Some(socket.peer_addr()?.as_inet()?.ip()));
-        self.serve(Accepted::Tls(stream), from, self.phase.subscribe()).await;
-        None
-    }
-}
-
 impl<H: Handler> App<H> {
+    /// The connection after its TLS handshake, where there is TLS; `None` if that failed or took longer than a head may.
+    async fn secure(&self, stream: TcpStream) -> Option<Accepted> {
+        let Some(tls) = &self.tls else { return Some(Accepted::Plain(stream)) };
+        let handshake = tls.accept(BufReader::with_capacity(RECORD, stream));
+        match timeout(self.handler.limits().head_timeout, handshake).await {
+            Ok(Ok(stream)) => Some(Accepted::Tls(Box::new(stream))),
+            Ok(Err(error)) => {
+                tracing::debug!(%error, "a TLS handshake failed");
+                None
+            }
+            Err(_) => None,
+        }
+    }
+
     /// Serves one connection to its end.
-    async fn serve(&self, stream: Accepted, from: Option<IpAddr>, phase: watch::Receiver<Phase>) {
+    async fn serve(&self, stream: Accepted, from: IpAddr, phase: watch::Receiver<Phase>) {
         let vitals = Arc::<Vitals>::default();
         let limits = self.handler.limits();
         let patience = if *phase.borrow() < Phase::Closing { limits.head_timeout } else { limits.head_timeout.min(LATE) };
@@ -658,8 +632,8 @@ fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-/// pingora panics on a bad certificate: look first.
-fn check_certificate(tls: &Tls) -> Result<(), ServerError> {
+/// Ends TLS with this certificate; offers both protocols.
+fn acceptor(tls: &Tls) -> Result<TlsAcceptor, ServerError> {
     use rustls::pki_types::pem::PemObject;
     use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
@@ -667,20 +641,14 @@ fn check_certificate(tls: &Tls) -> Result<(), ServerError> {
     let key = |reason: String| ServerError::Certificate { path: tls.key.clone(), reason };
     let chain: Vec<_> = CertificateDer::pem_file_iter(&tls.cert).and_then(Iterator::collect).map_err(|error| certificate(error.to_string()))?;
     let private = PrivateKeyDer::from_pem_file(&tls.key).map_err(|error| key(error.to_string()))?;
-    rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
+    let mut config = rustls::ServerConfig::builder_with_provider(Arc::new(rustls::crypto::ring::default_provider()))
         .with_safe_default_protocol_versions()
         .map_err(|error| certificate(error.to_string()))?
         .with_no_client_auth()
         .with_single_cert(chain, private)
         .map_err(|error| certificate(error.to_string()))?;
-    Ok(())
-}
-
-fn tls_settings(tls: &Tls) -> Result<TlsSettings, ServerError> {
-    let mut settings = TlsSettings::intermediate(&tls.cert.to_string_lossy(), &tls.key.to_string_lossy())
-        .map_err(|error| ServerError::Certificate { path: tls.cert.clone(), reason: error.to_string() })?;
-    settings.enable_h2();
-    Ok(settings)
+    config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
+    Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
 #[cfg(test)]

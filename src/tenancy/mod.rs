@@ -191,7 +191,7 @@ impl Tenancy {
     ///
     /// # Errors
     /// There is no key, or nobody's, or that too often from the same address. What comes with a known key is never held against its address, nor the reverse.
-    pub fn who(&self, headers: &HeaderMap, from: Option<IpAddr>) -> Result<&Known, Refused> {
+    pub fn who(&self, headers: &HeaderMap, from: IpAddr) -> Result<&Known, Refused> {
         let key = shown(headers).ok_or(Refused::NoKey)?;
         self.by_key.get(&KeyHash::of(key)).ok_or_else(|| match self.strangers.take(from, self.unknown_per_minute, Instant::now()) {
             Ok(()) => Refused::UnknownKey,
@@ -402,6 +402,8 @@ mod tests {
     use crate::config::{QueueLimits, TenantKey};
     use crate::scheduler::Weight;
 
+    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
+
     fn settings(name: &str, key: &str, limits: TenantLimits) -> Arc<TenantSettings> {
         let models = Some(BTreeSet::from(["llama".to_owned()]));
         Arc::new(TenantSettings {
@@ -430,7 +432,7 @@ mod tests {
             None,
             Instant::now(),
         );
-        let who = |headers: HeaderMap| tenancy.who(&headers, None).map(|known| known.tenant.name().to_owned());
+        let who = |headers: HeaderMap| tenancy.who(&headers, HERE).map(|known| known.tenant.name().to_owned());
         for (name, value) in [("authorization", "Bearer hw-b"), ("authorization", "bearer  hw-b "), ("x-api-key", "hw-b"), ("api-key", "hw-b")] {
             assert_eq!(who(headers(name, value)), Ok("b".into()), "{name}: {value}");
         }
@@ -438,7 +440,7 @@ mod tests {
         assert_eq!(who(headers("authorization", "Basic aHctYjpody1i")), Err(Refused::NoKey));
         assert_eq!(who(headers("authorization", "Bearer hw-c")), Err(Refused::UnknownKey));
         assert_eq!(who(headers("authorization", "Bearer ")), Err(Refused::UnknownKey));
-        let tenant = &tenancy.who(&headers("x-api-key", "hw-a"), None).unwrap().tenant;
+        let tenant = &tenancy.who(&headers("x-api-key", "hw-a"), HERE).unwrap().tenant;
         assert!(tenant.may_use("llama") && !tenant.may_use("qwen"));
     }
 
@@ -448,7 +450,7 @@ mod tests {
         let first = Tenancy::new(&one, None, Instant::now());
         // What was counted goes on over a reload.
         let second = Tenancy::new(&one, Some(&first), Instant::now());
-        let from = Some(IpAddr::from([10, 0, 0, 1]));
+        let from = IpAddr::from([10, 0, 0, 1]);
         let who = |tenancy: &Tenancy, key, from| tenancy.who(&headers("x-api-key", key), from).map(|known| known.tenant.name().to_owned());
         for tenancy in [&first, &second, &first] {
             assert_eq!(who(tenancy, "hw-wrong", from), Err(Refused::UnknownKey));
@@ -459,7 +461,7 @@ mod tests {
             assert_eq!(refused.retry_after(), Some(20));
             assert_eq!(who(&second, "hw-a", from), Ok("a".into()));
         }
-        assert_eq!(who(&second, "hw-wrong", None), Err(Refused::UnknownKey), "another address");
+        assert_eq!(who(&second, "hw-wrong", HERE), Err(Refused::UnknownKey), "another address");
         tokio::time::advance(Duration::from_secs(20)).await;
         assert_eq!(who(&second, "hw-wrong", from), Err(Refused::UnknownKey));
     }
@@ -516,7 +518,7 @@ mod tests {
             of(&second, "b").admit(1, Tokens::MAX, now).is_ok() && of(&second, "b").admit(1, Tokens::MAX, now).is_err(),
             "another limit is another bucket"
         );
-        assert!(second.who(&headers("x-api-key", "k"), None).is_err(), "the old key is gone");
+        assert!(second.who(&headers("x-api-key", "k"), HERE).is_err(), "the old key is gone");
         drop(held);
         assert_eq!(of(&second, "a").held(), 0);
     }

@@ -33,10 +33,10 @@ impl Strangers {
     ///
     /// # Errors
     /// There is none left; how long until there is.
-    pub(super) fn take(&self, from: Option<IpAddr>, per_minute: u32, now: Instant) -> Result<(), Duration> {
+    pub(super) fn take(&self, from: IpAddr, per_minute: u32, now: Instant) -> Result<(), Duration> {
         let step = MINUTE / u64::from(per_minute.max(1));
         let now = u64::try_from(now.saturating_duration_since(self.begun).as_micros()).unwrap_or(u64::MAX / 2);
-        let bucket = &self.buckets[self.chance.hash_one(from.map(sender)) as usize % BUCKETS];
+        let bucket = &self.buckets[self.chance.hash_one(sender(from)) as usize % BUCKETS];
         let next = |due: u64| Some(due.max(now) + step).filter(|next| *next <= now + MINUTE);
         // Relaxed is enough: nothing else is read by what this says.
         match bucket.try_update(Ordering::Relaxed, Ordering::Relaxed, next) {
@@ -58,8 +58,8 @@ fn sender(address: IpAddr) -> IpAddr {
 mod tests {
     use super::*;
 
-    fn from(address: &str) -> Option<IpAddr> {
-        Some(address.parse().unwrap())
+    fn from(address: &str) -> IpAddr {
+        address.parse().unwrap()
     }
 
     #[tokio::test(start_paused = true)]
@@ -95,7 +95,7 @@ mod tests {
     fn threads_never_take_more_than_there_is() {
         let now = Instant::now();
         let strangers = Strangers::new(now);
-        let taken = |_| (0..1000).filter(|_| strangers.take(None, 500, now).is_ok()).count();
+        let taken = |_| (0..1000).filter(|_| strangers.take(from("10.0.0.1"), 500, now).is_ok()).count();
         let all: usize = std::thread::scope(|scope| {
             (0..4).map(|n| scope.spawn(move || taken(n))).collect::<Vec<_>>().into_iter().map(|t| t.join().unwrap()).sum()
         });
