@@ -237,15 +237,9 @@ async fn accept<H: Handler>(app: &Arc<App<H>>, socket: TcpListener, mut stop: wa
         };
         match accepted {
             Ok((stream, from)) => {
-                let app = Arc::clone(app);
-                tokio::spawn(async move {
-                    // A socket that refuses this has lost its client already, which the first read tells.
-                    _ = stream.set_nodelay(true);
-                    let phase = app.phase.subscribe();
-                    if let Some(stream) = app.secure(stream).await {
-                        app.serve(stream, from.ip(), phase).await;
-                    }
-                });
+                // From here on the server waits for it before it ends.
+                let (app, phase) = (Arc::clone(app), app.phase.subscribe());
+                tokio::spawn(async move { app.serve(stream, from.ip(), phase).await });
             }
             // It broke before it was accepted: nothing is left of it.
             Err(error) if matches!(error.kind(), io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset) => {}
@@ -319,11 +313,13 @@ struct App<H> {
 }
 
 impl<H: Handler> App<H> {
-    /// The connection after its TLS handshake, where there is TLS; `None` if that failed or took longer than a head may.
-    async fn secure(&self, stream: TcpStream) -> Option<Accepted> {
+    /// The connection after its TLS handshake, where there is TLS; `None` if that failed or took too long.
+    async fn secure(&self, stream: TcpStream, patience: Duration) -> Option<Accepted> {
+        // A socket that refuses this has lost its client already, which the first read tells.
+        _ = stream.set_nodelay(true);
         let Some(tls) = &self.tls else { return Some(Accepted::Plain(stream)) };
         let handshake = tls.accept(BufReader::with_capacity(RECORD, stream));
-        match timeout(self.handler.limits().head_timeout, handshake).await {
+        match timeout(patience, handshake).await {
             Ok(Ok(stream)) => Some(Accepted::Tls(Box::new(stream))),
             Ok(Err(error)) => {
                 tracing::debug!(%error, "a TLS handshake failed");
@@ -333,11 +329,12 @@ impl<H: Handler> App<H> {
         }
     }
 
-    /// Serves one connection to its end.
-    async fn serve(&self, stream: Accepted, from: IpAddr, phase: watch::Receiver<Phase>) {
+    /// Serves one connection from its first byte to its end.
+    async fn serve(&self, stream: TcpStream, from: IpAddr, phase: watch::Receiver<Phase>) {
         let vitals = Arc::<Vitals>::default();
         let limits = self.handler.limits();
         let patience = if *phase.borrow() < Phase::Closing { limits.head_timeout } else { limits.head_timeout.min(LATE) };
+        let Some(stream) = self.secure(stream, patience).await else { return };
         let Some(downstream) = Downstream::detect(stream, Arc::clone(&vitals), patience, limits.half_close).await else { return };
         let protocol = downstream.protocol();
         let io = TokioIo::new(downstream);
