@@ -315,8 +315,6 @@ struct App<H> {
 impl<H: Handler> App<H> {
     /// The connection after its TLS handshake, where there is TLS; `None` if that failed or took too long.
     async fn secure(&self, stream: TcpStream, patience: Duration) -> Option<Accepted> {
-        // A socket that refuses this has lost its client already, which the first read tells.
-        _ = stream.set_nodelay(true);
         let Some(tls) = &self.tls else { return Some(Accepted::Plain(stream)) };
         let handshake = tls.accept(BufReader::with_capacity(RECORD, stream));
         match timeout(patience, handshake).await {
@@ -331,6 +329,8 @@ impl<H: Handler> App<H> {
 
     /// Serves one connection from its first byte to its end.
     async fn serve(&self, stream: TcpStream, from: IpAddr, phase: watch::Receiver<Phase>) {
+        // A socket that refuses this has lost its client already, which the first read tells.
+        _ = stream.set_nodelay(true);
         let vitals = Arc::<Vitals>::default();
         let limits = self.handler.limits();
         let patience = if *phase.borrow() < Phase::Closing { limits.head_timeout } else { limits.head_timeout.min(LATE) };
