@@ -7,12 +7,17 @@
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes, BytesMut};
 use headway::config;
 use headway::proxy::api::{Api, BadBody, Splices, parse};
+use headway::proxy::http1::{self, Framing, Malformed, Next};
 use headway::proxy::stream::Observer;
-use http_body_util::BodyExt;
+use http::header::{HeaderMap, TRANSFER_ENCODING};
+use http::{Method, Request, StatusCode};
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::TokioIo;
 use serde_json::{Map, Value, json};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Chance from a seed: SplitMix64 (Steele, Lea and Flood, 2014).
 struct Chance(u64);
@@ -375,7 +380,8 @@ fn a_spliced_body_is_what_surgery_on_its_value_gives() {
                 other => *other = Value::Object(Map::from_iter([("include_usage".to_owned(), true.into())])),
             }
         }
-        let spliced = futures_now(splices.apply(&bytes).collect()).unwrap_or_else(|never| match never {}).to_bytes();
+        let mut spliced = splices.apply(&bytes);
+        let spliced = spliced.copy_to_bytes(spliced.remaining());
         let shown = || format!("{}\n-> {}", String::from_utf8_lossy(&bytes), String::from_utf8_lossy(&spliced));
         assert_eq!(read(&spliced), Some(Value::Object(wanted)), "{}", shown());
         if !(rename || priority || usage) {
@@ -387,15 +393,6 @@ fn a_spliced_body_is_what_surgery_on_its_value_gives() {
         assert_eq!(again.include_usage, prompt.include_usage || usage, "{}", shown());
         true
     });
-}
-
-/// The value of a future that waits for nothing.
-fn futures_now<T>(future: impl Future<Output = T>) -> T {
-    let mut future = std::pin::pin!(future);
-    match future.as_mut().poll(&mut std::task::Context::from_waker(std::task::Waker::noop())) {
-        std::task::Poll::Ready(value) => value,
-        std::task::Poll::Pending => panic!("it waits"),
-    }
 }
 
 fn usage(chance: &mut Chance, depth: usize, out: &mut String) {
@@ -664,5 +661,175 @@ fn no_configuration_is_taken_that_does_not_hold_together() {
         // The same file says the same.
         assert_eq!(format!("{snapshot:?}"), format!("{:?}", config::load(&file).expect("it was taken before")), "{text}");
         true
+    });
+}
+
+/// An answer as a backend writes it: mostly one that can be read, sometimes broken afterwards.
+fn answer(chance: &mut Chance) -> Vec<u8> {
+    let mut out = Vec::new();
+    while chance.once_in(8) {
+        out.extend_from_slice(chance.pick(&["HTTP/1.1 100 Continue\r\n\r\n", "HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"]).as_bytes());
+    }
+    let statuses =
+        ["200 OK", "200 OK", "200 OK", "404 Not Found", "503 No backend", "204 No Content", "304 Not Modified", "200", "200 ", "1000 x", "099 x"];
+    let version = if chance.once_in(12) { "HTTP/1.0" } else { "HTTP/1.1" };
+    let usual = if chance.once_in(8) { statuses.len() } else { 7 };
+    let status = chance.below(usual);
+    out.extend_from_slice(format!("{version} {}\r\n", statuses[status]).as_bytes());
+    let field = |chance: &mut Chance, out: &mut Vec<u8>, fields: &[&str]| {
+        out.extend_from_slice(chance.pick(fields).as_bytes());
+        out.extend_from_slice(b"\r\n");
+    };
+    let length = chance.below(40);
+    let chunked = chance.once_in(2);
+    for _ in 0..chance.below(4) {
+        field(
+            chance,
+            &mut out,
+            &[
+                "content-type: text/event-stream",
+                "Server:  uvicorn ",
+                "x-empty:",
+                "set-cookie: a=b",
+                "set-cookie: c",
+                "x-latin: caf\u{e9}",
+                "connection: close",
+            ],
+        );
+    }
+    let framings = if chunked {
+        ["transfer-encoding: chunked", "Transfer-Encoding: Chunked", "transfer-encoding:chunked "].map(str::to_owned)
+    } else {
+        [
+            format!("content-length: {length}"),
+            format!("Content-Length: {length}, {length}"),
+            format!("content-length:{length}\r\ncontent-length: {length}"),
+        ]
+    };
+    match chance.below(10) {
+        0 => {}
+        1 => field(
+            chance,
+            &mut out,
+            &["transfer-encoding: gzip, chunked", "transfer-encoding: identity", "content-length: +4", "content-length: 4, 5", "content-length: "],
+        ),
+        _ => field(chance, &mut out, &[&framings[0], &framings[0], &framings[0], &framings[1], &framings[2]]),
+    }
+    if chance.once_in(20) {
+        field(chance, &mut out, &["content-length: 3", "transfer-encoding: chunked", " folded: x", "no colon", "spaced : x", "bad\u{7f}: x"]);
+    }
+    out.extend_from_slice(b"\r\n");
+    if chunked {
+        for _ in 0..chance.below(5) {
+            let chunk = &"data: 0123456789abcdef\n\n"[..1 + chance.below(24)];
+            let zeros = if chance.once_in(10) { "000" } else { "" };
+            let extension = if chance.once_in(10) { chance.pick(&[";a=b", " ;x", "; a=\"b\"", " ", ";", "x", "-"]) } else { "" };
+            let size = if chance.once_in(2) { format!("{:x}", chunk.len()) } else { format!("{:X}", chunk.len()) };
+            out.extend_from_slice(format!("{zeros}{size}{extension}\r\n{chunk}\r\n").as_bytes());
+        }
+        out.extend_from_slice(chance.pick(&["0\r\n\r\n", "0\r\n\r\n", "0\r\n\r\n", "0\r\nx-trailer: y\r\n\r\n", "00;x\r\n\r\n", ""]).as_bytes());
+    } else {
+        out.extend((0..length).map(|at| b'a' + (at % 26) as u8));
+    }
+    if chance.once_in(5) {
+        damage(chance, &mut out);
+    }
+    out
+}
+
+/// What a reader makes of an answer: its status, its headers but the one that frames it, its body, and whether that ended as it should.
+type Read = (StatusCode, HeaderMap, Vec<u8>, bool);
+
+/// As hyper's client reads it.
+fn by_hyper(answer: &[u8], method: &Method) -> anyhow::Result<Option<Read>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().build()?;
+    runtime.block_on(async {
+        let (near, mut far) = tokio::io::duplex(1 << 20);
+        let (mut sender, driver) = hyper::client::conn::http1::handshake(TokioIo::new(near)).await?;
+        let request = Request::builder().method(method).uri("/").body(Empty::<Bytes>::new())?;
+        let backend = async move {
+            let mut asked = Vec::new();
+            while !asked.ends_with(b"\r\n\r\n") {
+                far.read_buf(&mut asked).await?;
+            }
+            far.write_all(answer).await
+        };
+        let client = async move {
+            let (mut head, mut body) = sender.send_request(request).await.ok()?.into_parts();
+            let (mut read, mut whole) = (Vec::new(), true);
+            while let Some(frame) = body.frame().await {
+                match frame {
+                    Ok(frame) => read.extend_from_slice(frame.data_ref().map_or(&[], |data| data)),
+                    Err(_) => whole = false,
+                }
+            }
+            head.headers.remove(TRANSFER_ENCODING);
+            Some((head.status, head.headers, read, whole))
+        };
+        let (_, asked, read) = tokio::join!(driver, backend, client);
+        asked?;
+        Ok(read)
+    })
+}
+
+/// As the gateway reads it, in pieces of any length.
+fn by_headway(mut answer: &[u8], method: &Method, chance: &mut Chance) -> Result<Option<Read>, Malformed> {
+    let mut bytes = BytesMut::new();
+    let mut more = |bytes: &mut BytesMut| {
+        let (piece, rest) = answer.split_at((1 + chance.below(30)).min(answer.len()));
+        answer = rest;
+        bytes.extend_from_slice(piece);
+        !piece.is_empty()
+    };
+    let mut head = loop {
+        match http1::read_head(&mut bytes, method, &mut HeaderMap::new())? {
+            Some(head) => break head,
+            None if more(&mut bytes) => {}
+            None => return Ok(None),
+        }
+    };
+    let mut body = Vec::new();
+    let whole = loop {
+        match head.framing.next(&mut bytes) {
+            Ok(Next::Body(length)) => body.extend_from_slice(&bytes.split_to(length)),
+            Ok(Next::More) if more(&mut bytes) => {}
+            Ok(Next::More) => break head.framing == Framing::UntilClose,
+            Ok(Next::End) => break true,
+            Err(_) => break false,
+        }
+    };
+    Ok(Some((head.parts.status, head.parts.headers, body, whole)))
+}
+
+#[test]
+fn an_answer_is_read_as_hyper_reads_it() {
+    try_all("answer", 10_000, |chance| {
+        let answer = answer(chance);
+        let method = if chance.once_in(20) { Method::HEAD } else { Method::POST };
+        let shown = || answer.escape_ascii().to_string();
+        let hyper = by_hyper(&answer, &method).unwrap();
+        match by_headway(&answer, &method, chance) {
+            Ok(Some((StatusCode::SWITCHING_PROTOCOLS, ..))) => false,
+            // Stricter: hyper passes on a body of unknown coding, believes one of two lengths, and does not look at them where there is no body.
+            Err(Malformed::Coding | Malformed::Length) => false,
+            Ok(mut read) => {
+                if let (Some((.., ours, false)), Some((.., theirs, false))) = (&mut read, &hyper) {
+                    // What comes before a break may be lost on the way out of hyper.
+                    assert!(ours.starts_with(theirs), "{}", shown());
+                    ours.truncate(theirs.len());
+                }
+                // Stricter: a line feed alone ends no line after the last chunk.
+                let is_loose = answer.windows(2).any(|pair| pair[1] == b'\n' && pair[0] != b'\r');
+                if let (Some((.., ours @ false)), Some((.., true)), true) = (&mut read, &hyper, is_loose) {
+                    *ours = true;
+                }
+                assert_eq!(read, hyper, "{}", shown());
+                read.is_some_and(|read| read.3)
+            }
+            Err(malformed) => {
+                assert_eq!(hyper, None, "{malformed}: {}", shown());
+                false
+            }
+        }
     });
 }

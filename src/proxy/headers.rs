@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use http::Method;
 use http::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, EXPECT, HeaderMap, HeaderName, HeaderValue, PROXY_AUTHENTICATE,
     PROXY_AUTHORIZATION, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
@@ -71,9 +72,9 @@ pub fn strip_request(headers: &mut HeaderMap, is_read: bool) {
     }
 }
 
-/// Says how long the body is; of one that is empty the connection says what its method needs.
-pub fn set_length(headers: &mut HeaderMap, length: u64) {
-    if length == 0 {
+/// Says how long the body is; of one that is empty only where `method` lets a body be expected (RFC 9110, 8.6).
+pub fn set_length(headers: &mut HeaderMap, length: usize, method: &Method) {
+    if length == 0 && !matches!(*method, Method::POST | Method::PUT | Method::PATCH) {
         headers.remove(CONTENT_LENGTH);
     } else {
         headers.insert(CONTENT_LENGTH, HeaderValue::from(length));
@@ -185,9 +186,11 @@ mod tests {
         let mut unread = headers.clone();
         strip_request(&mut headers, true);
         assert_eq!(names(&headers), ["anthropic-version", "content-length", "content-type", "host", "traceparent"]);
-        set_length(&mut headers, 7);
+        set_length(&mut headers, 7, &Method::GET);
         assert_eq!(headers[CONTENT_LENGTH], "7");
-        set_length(&mut headers, 0);
+        set_length(&mut headers, 0, &Method::POST);
+        assert_eq!(headers[CONTENT_LENGTH], "0");
+        set_length(&mut headers, 0, &Method::GET);
         assert!(!headers.contains_key(CONTENT_LENGTH));
         strip_request(&mut unread, false);
         assert!(unread.contains_key(ACCEPT_ENCODING));

@@ -12,6 +12,7 @@ pub mod api;
 pub mod body;
 mod connection;
 mod headers;
+pub mod http1;
 mod kept;
 mod models;
 mod pattern;
@@ -28,7 +29,7 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use bytes::Bytes;
+use bytes::{Buf, Bytes};
 use http::header::{AUTHORIZATION, CONTENT_LENGTH, CONTENT_TYPE, EXPECT, HOST, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Method, Request, Response, StatusCode, Uri, response as reply_head};
@@ -568,14 +569,14 @@ impl Outgoing {
     /// The request as this backend is to get it.
     fn request(&self, target: &Target, payload: Payload) -> Request<Payload> {
         let settings = target.backend.settings();
-        let length = http_body::Body::size_hint(&payload).lower();
+        let length = payload.remaining();
         let mut request = Request::new(payload);
         *request.method_mut() = self.head.method.clone();
         *request.uri_mut() = upstream_uri(&settings.url.prefix, &self.head.uri);
         let headers = request.headers_mut();
         headers.clone_from(&self.head.headers);
         headers.insert(HOST, target.connections.host().clone());
-        headers::set_length(headers, length);
+        headers::set_length(headers, length, &self.head.method);
         if let Some(key) = &settings.api_key
             && let Ok(mut bearer) = HeaderValue::try_from(format!("Bearer {}", key.expose()))
         {

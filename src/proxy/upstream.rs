@@ -6,23 +6,20 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::SocketAddr;
-use std::pin::{Pin, pin};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker, ready};
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
-use http::{HeaderValue, Request, StatusCode, response};
-use http_body::Body;
-use hyper::body::Incoming;
-use hyper::client::conn::http1;
-use hyper_util::rt::TokioIo;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use bytes::buf::Chain;
+use bytes::{Buf, Bytes, BytesMut};
+use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, response};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::api::Payload;
+use super::http1::{self, Framing, Head, Malformed, Next};
 use crate::config::BackendUrl;
 use crate::fleet::Beat;
 
@@ -30,6 +27,8 @@ use crate::fleet::Beat;
 const KEPT: Duration = Duration::from_secs(4);
 /// Connections kept for one backend.
 const MOST_KEPT: usize = 512;
+/// How much is read of an answer at once, as long as no more is there.
+const ROOM: usize = 8 << 10;
 /// Pieces of an answer that are ready together are merged up to this many bytes.
 const MERGE: usize = 64 << 10;
 /// A piece this long is worth a write of its own.
@@ -112,11 +111,11 @@ impl Connections {
                 None => (Box::pin(self.connect(waits)).await?, false),
             };
             match wire.exchange(request(), waits).await {
-                Ok(response) => {
-                    let (head, incoming) = response.into_parts();
-                    return Ok(Answer { body: AnswerBody::new(wire, incoming, &head, &self.pool), head });
+                Ok(Head { parts, framing, keeps }) => {
+                    let body = AnswerBody { wire: Some(wire), framing, keeps, pool: Arc::downgrade(&self.pool), failure: None, beat: None };
+                    return Ok(Answer { head: parts, body });
                 }
-                Err(UpstreamError::Broken(_)) if is_kept && !wire.received.load(Ordering::Relaxed) => continue,
+                Err(UpstreamError::Broken(_)) if is_kept && !wire.received => continue,
                 Err(error) => return Err(error),
             }
         }
@@ -136,55 +135,100 @@ impl Connections {
             Err(_) if within < waits.connect => Err(UpstreamError::TotalTimeout),
             Err(_) => Err(UpstreamError::ConnectTimeout(waits.connect)),
             Ok(Err(error)) => Err(UpstreamError::Connect(error)),
-            Ok(Ok(socket)) => Wire::new(socket).await,
+            Ok(Ok(socket)) => Ok(Wire::new(socket)),
         }
     }
 }
 
-/// One connection with hyper's state machine for it.
+/// One connection.
 struct Wire {
-    sender: http1::SendRequest<Payload>,
-    driver: http1::Connection<TokioIo<Socket>, Payload>,
+    stream: TcpStream,
+    /// Of the request, what is not written yet.
+    unsent: Chain<Bytes, Payload>,
+    /// Read and not taken yet.
+    bytes: BytesMut,
+    /// How much is read at once.
+    room: usize,
     /// Something came since the last request was sent.
-    received: Arc<AtomicBool>,
+    received: bool,
 }
 
 impl Wire {
-    async fn new(socket: TcpStream) -> Result<Box<Wire>, UpstreamError> {
-        let received = Arc::<AtomicBool>::default();
-        let socket = Socket { stream: socket, received: Arc::clone(&received) };
-        let (sender, driver) = http1::handshake(TokioIo::new(socket)).await.map_err(broken)?;
-        Ok(Box::new(Wire { sender, driver, received }))
+    fn new(stream: TcpStream) -> Box<Wire> {
+        let unsent = Bytes::new().chain(Payload::default());
+        Box::new(Wire { stream, unsent, bytes: BytesMut::new(), room: ROOM, received: false })
     }
 
-    async fn exchange(&mut self, request: Request<Payload>, waits: Waits) -> Result<http::Response<Incoming>, UpstreamError> {
-        self.received.store(false, Ordering::Relaxed);
+    async fn exchange(&mut self, request: Request<Payload>, waits: Waits) -> Result<Head, UpstreamError> {
+        let head = Bytes::from(http1::write_head(&request));
+        let (parts, payload) = request.into_parts();
+        self.unsent = head.chain(payload);
+        self.received = false;
+        let mut headers = parts.headers;
+        headers.clear();
         let first_byte = Instant::now().checked_add(waits.first_byte).unwrap_or(waits.total);
-        let mut sent = pin!(self.sender.send_request(request));
-        let driver = &mut self.driver;
-        let mut over = false;
-        let answer = std::future::poll_fn(|cx| {
-            loop {
-                if let Poll::Ready(answer) = sent.as_mut().poll(cx) {
-                    return Poll::Ready(answer);
-                }
-                // A driver that has ended has told the other half why.
-                if over || Pin::new(&mut *driver).poll(cx).is_pending() {
-                    break;
-                }
-                over = true;
-            }
-            sent.as_mut().poll(cx)
-        });
+        let answer = std::future::poll_fn(|cx| self.poll_head(cx, &parts.method, &mut headers));
         match timeout_at(first_byte.min(waits.total), answer).await {
             Err(_) if waits.total <= first_byte => Err(UpstreamError::TotalTimeout),
             Err(_) => Err(UpstreamError::FirstByteTimeout(waits.first_byte)),
-            Ok(Err(error)) => Err(broken(error)),
-            Ok(Ok(response)) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
+            Ok(Ok(head)) if head.parts.status == StatusCode::SWITCHING_PROTOCOLS => {
                 Err(UpstreamError::Broken("the backend switched protocols unasked".to_owned()))
             }
-            Ok(Ok(response)) => Ok(response),
+            Ok(answer) => answer,
         }
+    }
+
+    fn poll_head(&mut self, cx: &mut Context<'_>, method: &Method, headers: &mut HeaderMap) -> Poll<Result<Head, UpstreamError>> {
+        // A backend may answer, and close, before it has read everything: what it says counts for more than that it does not listen.
+        let deaf = self.send(cx).err();
+        loop {
+            if let Some(head) = http1::read_head(&mut self.bytes, method, headers)? {
+                return Poll::Ready(Ok(head));
+            }
+            if let Err(error) = ready!(self.poll_fill(cx)) {
+                return Poll::Ready(Err(deaf.unwrap_or(error).into()));
+            }
+        }
+    }
+
+    /// Writes what the socket takes of what is not written yet.
+    fn send(&mut self, cx: &mut Context<'_>) -> io::Result<()> {
+        while self.unsent.has_remaining() {
+            match pin!(self.stream.write_buf(&mut self.unsent)).poll(cx) {
+                Poll::Ready(written) => _ = written?,
+                Poll::Pending => break,
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what is there, at least a byte.
+    fn poll_fill(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.bytes.reserve(self.room);
+        let read = ready!(pin!(self.stream.read_buf(&mut self.bytes)).poll(cx))?;
+        if read == 0 {
+            return Poll::Ready(Err(io::ErrorKind::UnexpectedEof.into()));
+        }
+        self.received = true;
+        if read >= self.room {
+            // A long answer is on its way.
+            self.room = MERGE;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Nobody has closed it, and nothing came that was not asked for.
+    fn is_open(&mut self) -> bool {
+        // Whoever reads from it next does so with a waker of its own.
+        self.poll_fill(&mut Context::from_waker(Waker::noop())).is_pending()
+    }
+
+    /// Makes it ready for another request, if all of the last one was sent and nothing came after its answer.
+    fn renew(&mut self) -> bool {
+        if self.bytes.capacity() > 2 * ROOM {
+            (self.bytes, self.room) = (BytesMut::from(&*self.bytes), ROOM);
+        }
+        !self.unsent.has_remaining() && self.bytes.is_empty()
     }
 }
 
@@ -192,24 +236,17 @@ impl Wire {
 pub struct AnswerBody {
     /// Gone once the connection is back in the pool or closed.
     wire: Option<Box<Wire>>,
-    incoming: Incoming,
+    framing: Framing,
+    /// The connection can carry another request.
+    keeps: bool,
     pool: Weak<Pool>,
     /// What ended the body, told after the bytes before it.
     failure: Option<UpstreamError>,
-    ended: bool,
-    /// The body ends where the connection does: a cut cannot be told from an end.
-    until_close: bool,
     /// Told of what comes.
     beat: Option<Beat>,
 }
 
 impl AnswerBody {
-    fn new(wire: Box<Wire>, incoming: Incoming, head: &response::Parts, pool: &Arc<Pool>) -> AnswerBody {
-        let until_close =
-            !incoming.is_end_stream() && incoming.size_hint().exact().is_none() && !head.headers.contains_key(http::header::TRANSFER_ENCODING);
-        AnswerBody { wire: Some(wire), incoming, pool: Arc::downgrade(pool), failure: None, ended: false, until_close, beat: None }
-    }
-
     /// Lets the backend's fleet know of what comes, until there is no more.
     pub fn beats(&mut self, beat: Beat) {
         self.beat = Some(beat);
@@ -217,108 +254,84 @@ impl AnswerBody {
 
     /// The body ends where the connection does, so that its end proves nothing.
     pub fn is_until_close(&self) -> bool {
-        self.until_close
+        self.framing == Framing::UntilClose
     }
 
-    /// The body's length, where the backend said it.
+    /// How much of the body is still to come, where the backend said it.
     pub fn length(&self) -> Option<u64> {
-        self.incoming.size_hint().exact()
+        self.framing.left()
     }
 
     /// The next bytes, all that are ready up to [`MERGE`]; `None` at the end.
     pub fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, UpstreamError>>> {
-        if let Some(error) = self.failure.take() {
-            return Poll::Ready(Some(Err(error)));
-        }
-        if self.ended {
-            return Poll::Ready(None);
-        }
-        let mut first = Bytes::new();
         let mut merged = BytesMut::new();
-        // The connection has nothing to say before it is polled again.
-        let mut moved = false;
-        loop {
-            match Pin::new(&mut self.incoming).poll_frame(cx) {
-                Poll::Ready(Some(Ok(frame))) => {
-                    moved = false;
-                    // Trailers are not passed on.
-                    let Ok(data) = frame.into_data() else { continue };
-                    if let Some(beat) = self.beat.as_ref().filter(|_| !data.starts_with(b":")) {
+        let Some(wire) = &mut self.wire else { return Poll::Ready(self.failure.take().map(Err)) };
+        let ended = loop {
+            match self.framing.next(&mut wire.bytes) {
+                Ok(Next::Body(length)) => {
+                    if !wire.bytes.starts_with(b":")
+                        && let Some(beat) = &self.beat
+                    {
                         beat.sign();
                     }
-                    if first.is_empty() {
-                        first = data;
-                        if first.len() >= LONG {
-                            return Poll::Ready(Some(Ok(first)));
-                        }
-                        continue;
-                    }
                     if merged.is_empty() {
-                        merged.extend_from_slice(&first);
+                        if length >= LONG {
+                            return Poll::Ready(Some(Ok(wire.bytes.split_to(length).freeze())));
+                        }
+                        // Framing is the least part of what is at hand.
+                        merged.reserve(wire.bytes.len());
                     }
-                    merged.extend_from_slice(&data);
+                    merged.extend_from_slice(&wire.bytes[..length]);
+                    wire.bytes.advance(length);
                     if merged.len() >= MERGE {
                         return Poll::Ready(Some(Ok(merged.freeze())));
                     }
                 }
-                Poll::Ready(Some(Err(error))) => {
-                    self.close();
-                    self.failure = Some(broken(error));
-                    break;
-                }
-                Poll::Ready(None) => {
-                    self.end(cx);
-                    break;
-                }
-                Poll::Pending if moved => {
-                    if first.is_empty() {
-                        return Poll::Pending;
-                    }
-                    break;
-                }
-                Poll::Pending => {
-                    moved = true;
-                    if let Some(wire) = &mut self.wire
-                        && Pin::new(&mut wire.driver).poll(cx).is_ready()
-                    {
-                        // What it had is in `incoming`, the end included.
-                        self.wire = None;
+                Ok(Next::More) => {
+                    // Of a request whose answer came early.
+                    let deaf = wire.send(cx).err();
+                    match wire.poll_fill(cx) {
+                        Poll::Ready(Ok(())) => {}
+                        Poll::Ready(Err(error)) if self.framing == Framing::UntilClose && error.kind() == io::ErrorKind::UnexpectedEof => {
+                            break Ok(());
+                        }
+                        Poll::Ready(Err(error)) => break Err(deaf.unwrap_or(error).into()),
+                        Poll::Pending if merged.is_empty() => return Poll::Pending,
+                        Poll::Pending => return Poll::Ready(Some(Ok(merged.freeze()))),
                     }
                 }
+                Ok(Next::End) => break Ok(()),
+                Err(malformed) => break Err(malformed.into()),
             }
-        }
-        if !merged.is_empty() {
-            return Poll::Ready(Some(Ok(merged.freeze())));
-        }
-        if !first.is_empty() {
-            return Poll::Ready(Some(Ok(first)));
-        }
-        Poll::Ready(self.failure.take().map(Err))
+        };
+        self.failure = ended.err();
+        self.end();
+        if merged.is_empty() { Poll::Ready(self.failure.take().map(Err)) } else { Poll::Ready(Some(Ok(merged.freeze()))) }
     }
 
     /// Keeps the connection if it can carry another request.
-    fn end(&mut self, cx: &mut Context<'_>) {
-        self.ended = true;
+    fn end(&mut self) {
         self.beat = None;
         let (Some(mut wire), Some(pool)) = (self.wire.take(), self.pool.upgrade()) else { return };
-        if Pin::new(&mut wire.driver).poll(cx).is_pending() && wire.sender.is_ready() {
+        if self.failure.is_none() && self.keeps && wire.renew() {
             pool.put(wire);
         }
     }
+}
 
-    fn close(&mut self) {
-        self.ended = true;
-        self.beat = None;
-        self.wire = None;
+impl From<io::Error> for UpstreamError {
+    fn from(error: io::Error) -> Self {
+        UpstreamError::Broken(match error.kind() {
+            io::ErrorKind::UnexpectedEof => "the connection was closed within an answer".to_owned(),
+            _ => error.to_string(),
+        })
     }
 }
 
-fn broken(error: hyper::Error) -> UpstreamError {
-    use std::error::Error;
-    UpstreamError::Broken(match error.source() {
-        Some(source) => format!("{error}: {source}"),
-        None => error.to_string(),
-    })
+impl From<Malformed> for UpstreamError {
+    fn from(malformed: Malformed) -> Self {
+        UpstreamError::Broken(malformed.to_string())
+    }
 }
 
 /// Connections that wait for their next request, the oldest in front.
@@ -346,9 +359,7 @@ impl Pool {
                 // Those before it are older still; the sweep closes them.
                 return None;
             }
-            // Whoever sends on it polls it with a waker of its own.
-            let closed = Pin::new(&mut wire.driver).poll(&mut Context::from_waker(std::task::Waker::noop())).is_ready();
-            if !closed && wire.sender.is_ready() {
+            if wire.is_open() {
                 return Some(wire);
             }
         }
@@ -378,45 +389,6 @@ async fn sweep(pool: Weak<Pool>) {
             idle.swept = false;
             return;
         }
-    }
-}
-
-/// A socket that remembers whether anything came.
-struct Socket {
-    stream: TcpStream,
-    received: Arc<AtomicBool>,
-}
-
-impl AsyncRead for Socket {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let before = buffer.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        if buffer.filled().len() > before {
-            self.received.store(true, Ordering::Relaxed);
-        }
-        read
-    }
-}
-
-impl AsyncWrite for Socket {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_write_vectored(mut self: Pin<&mut Self>, cx: &mut Context<'_>, pieces: &[io::IoSlice<'_>]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, pieces)
-    }
-
-    fn is_write_vectored(&self) -> bool {
-        true
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 
@@ -538,7 +510,13 @@ mod tests {
 
     #[tokio::test]
     async fn what_is_no_answer_is_broken() {
-        for answer in ["", "garbage\r\n\r\n", "HTTP/1.1 200 OK\r\nconte", "HTTP/1.1 101 Switching Protocols\r\n\r\n"] {
+        for answer in [
+            "",
+            "garbage\r\n\r\n",
+            "HTTP/1.1 200 OK\r\nconte",
+            "HTTP/1.1 200 OK\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+            "HTTP/1.1 101 Switching Protocols\r\n\r\n",
+        ] {
             let (backend, connections) = Backend::start().await;
             tokio::spawn(async move {
                 let mut socket = backend.accept().await;
@@ -550,6 +528,46 @@ mod tests {
         let (backend, connections) = Backend::start().await;
         drop(backend);
         assert!(matches!(connections.send(waits(), post(&connections)).await, Err(UpstreamError::Connect(_))));
+    }
+
+    #[tokio::test]
+    async fn an_answer_may_come_before_its_request_was_read() {
+        let (backend, connections) = Backend::start().await;
+        // More than the sockets between take.
+        let long = Bytes::from(vec![b'x'; 32 << 20]);
+        let (go, gone) = tokio::sync::oneshot::channel::<()>();
+        let serve = tokio::spawn(async move {
+            let mut socket = backend.accept().await;
+            socket.write_all(b"HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\n").await.unwrap();
+            gone.await.unwrap();
+            let mut read = vec![0; 32 << 20];
+            socket.read_exact(&mut read).await.unwrap();
+            socket.write_all(b"no").await.unwrap();
+            socket
+        });
+        let request = || Request::post("/x").header("content-length", long.len()).body(Payload::from(long.clone())).unwrap();
+        let mut answer = connections.send(waits(), request).await.unwrap();
+        assert_eq!(answer.head.status, StatusCode::PAYLOAD_TOO_LARGE);
+        go.send(()).unwrap();
+        // The rest of the request is written while the answer is read.
+        assert_eq!(rest(&mut answer.body).await, "no");
+        serve.await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn a_connection_with_more_to_say_is_not_used_again() {
+        let (backend, connections) = Backend::start().await;
+        let serve = tokio::spawn(async move {
+            for surplus in ["HTTP/1.1 200 OK\r\n", ""] {
+                let mut socket = backend.accept().await;
+                request(&mut socket).await;
+                socket.write_all(format!("HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok{surplus}").as_bytes()).await.unwrap();
+            }
+        });
+        for _ in 0..2 {
+            assert_eq!(rest(&mut connections.send(waits(), post(&connections)).await.unwrap().body).await, "ok");
+        }
+        serve.await.unwrap();
     }
 
     #[tokio::test]

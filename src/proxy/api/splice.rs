@@ -1,12 +1,10 @@
 //! Changes of single places in a body. What does not change is not copied.
 
+use std::io::IoSlice;
 use std::ops::Range;
-use std::pin::Pin;
-use std::task::{Context, Poll};
 use std::vec;
 
-use bytes::Bytes;
-use http_body::{Body, Frame, SizeHint};
+use bytes::{Buf, Bytes};
 
 /// What to put where, in one body.
 #[derive(Clone, Debug, Default)]
@@ -41,7 +39,7 @@ impl Splices {
         }
         pieces.push(body.slice(done..));
         pieces.retain(|piece| !piece.is_empty());
-        let length = pieces.iter().map(|piece| piece.len() as u64).sum();
+        let length = pieces.iter().map(Bytes::len).sum();
         let mut pieces = pieces.into_iter();
         Payload { next: pieces.next().unwrap_or_default(), rest: pieces, length }
     }
@@ -54,45 +52,51 @@ pub struct Payload {
     next: Bytes,
     rest: vec::IntoIter<Bytes>,
     /// Of all that is still to come.
-    length: u64,
+    length: usize,
 }
 
 impl From<Bytes> for Payload {
     fn from(body: Bytes) -> Self {
-        Payload { length: body.len() as u64, next: body, rest: vec::IntoIter::default() }
+        Payload { length: body.len(), next: body, rest: vec::IntoIter::default() }
     }
 }
 
-impl Body for Payload {
-    type Data = Bytes;
-    type Error = std::convert::Infallible;
-
-    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
-        let following = self.rest.next().unwrap_or_default();
-        let piece = std::mem::replace(&mut self.next, following);
-        self.length -= piece.len() as u64;
-        Poll::Ready((!piece.is_empty()).then(|| Ok(Frame::data(piece))))
+impl Buf for Payload {
+    fn remaining(&self) -> usize {
+        self.length
     }
 
-    fn is_end_stream(&self) -> bool {
-        self.next.is_empty()
+    fn chunk(&self) -> &[u8] {
+        &self.next
     }
 
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.length)
+    fn chunks_vectored<'a>(&'a self, slices: &mut [IoSlice<'a>]) -> usize {
+        let pieces = self.pieces().filter(|piece| !piece.is_empty());
+        pieces.zip(slices).map(|(piece, slice)| *slice = IoSlice::new(piece)).count()
+    }
+
+    fn advance(&mut self, mut count: usize) {
+        self.length -= count;
+        while count >= self.next.len() && count > 0 {
+            count -= self.next.len();
+            self.next = self.rest.next().unwrap_or_default();
+        }
+        self.next.advance(count);
+    }
+}
+
+impl Payload {
+    fn pieces(&self) -> impl Iterator<Item = &Bytes> {
+        std::iter::once(&self.next).chain(self.rest.as_slice())
     }
 }
 
 #[cfg(test)]
 impl Payload {
-    fn pieces(&self) -> impl Iterator<Item = &Bytes> {
-        std::iter::once(&self.next).chain(self.rest.as_slice())
-    }
-
     /// All of it in one piece.
     pub fn concat(&self) -> Vec<u8> {
         let all: Vec<u8> = self.pieces().flatten().copied().collect();
-        assert_eq!(all.len() as u64, self.length);
+        assert_eq!(all.len(), self.length);
         all
     }
 }
@@ -117,6 +121,6 @@ mod tests {
     fn without_changes_it_is_the_same_memory() {
         let body = Bytes::from_static(b"abc");
         assert_eq!(Splices::default().apply(&body).next.as_ptr(), body.as_ptr());
-        assert!(Payload::from(Bytes::new()).is_end_stream());
+        assert!(!Payload::from(Bytes::new()).has_remaining());
     }
 }
