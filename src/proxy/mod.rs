@@ -4,7 +4,7 @@
 //! request holds (its share of memory, its place in a queue, its slot, its connection to a backend, its account) is held by that future or body, and
 //! settles on drop.
 //!
-//! `server` accepts · `connection` who is there · `body` read whole · `api` understood · `headers` cleaned · `upstream` sent · `stream` observed, by a `pattern` where it can ·
+//! `server` accepts · `connection` who is there · `body` read whole · `api` understood · `headers` cleaned · `upstream` sent, in the words of `http1` · `stream` observed, by a `pattern` where it can ·
 //! `reply` on its way back · `kept` what came of it, and `resume` going on with it from another backend · `response` what is said when there is no answer · `account` what is told of it all.
 
 mod account;
