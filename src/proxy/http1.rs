@@ -94,30 +94,27 @@ pub fn write_head<T>(request: &Request<T>) -> Vec<u8> {
 }
 
 /// Takes the head of the answer to a request of this method from the front of `bytes`, once all of it is there. Interim answers (1xx) are passed over, but for
-/// the one that switches protocols. `headers` is an empty map to be filled.
+/// the one that switches protocols.
 ///
 /// # Errors
 /// It is no HTTP/1, too long, or its body's end cannot be told.
-pub fn read_head(bytes: &mut BytesMut, method: &Method, headers: &mut HeaderMap) -> Result<Option<Head>, Malformed> {
+pub fn read_head(bytes: &mut BytesMut, method: &Method) -> Result<Option<Head>, Malformed> {
     loop {
-        let Some((mut parts, length)) = parse(bytes, headers)? else {
+        let Some((parts, length)) = parse(bytes)? else {
             return if bytes.len() > LONGEST_HEAD { Err(Malformed::LongHead) } else { Ok(None) };
         };
         bytes.advance(length);
         if parts.status.is_informational() && parts.status != StatusCode::SWITCHING_PROTOCOLS {
-            *headers = parts.headers;
-            headers.clear();
             continue;
         }
         let framing = framing(&parts, method)?;
         let keeps = keeps(&parts) && framing != Framing::UntilClose;
-        parts.headers.remove(TRANSFER_ENCODING);
         return Ok(Some(Head { parts, framing, keeps }));
     }
 }
 
 /// The head at the front of `bytes` and its length.
-fn parse(bytes: &[u8], headers: &mut HeaderMap) -> Result<Option<(response::Parts, usize)>, Malformed> {
+fn parse(bytes: &[u8]) -> Result<Option<(response::Parts, usize)>, Malformed> {
     if bytes.is_empty() {
         return Ok(None);
     }
@@ -138,14 +135,13 @@ fn parse(bytes: &[u8], headers: &mut HeaderMap) -> Result<Option<(response::Part
     }
     // The values share one copy of the head.
     let shared = Bytes::copy_from_slice(&bytes[..length]);
-    headers.reserve(head.headers.len());
+    parts.headers.reserve(head.headers.len());
     for header in head.headers.iter() {
         let name = HeaderName::from_bytes(header.name.as_bytes()).map_err(|_| Malformed::Field)?;
         let from = header.value.as_ptr().addr() - bytes.as_ptr().addr();
         let value = HeaderValue::from_maybe_shared(shared.slice(from..from + header.value.len())).map_err(|_| Malformed::Field)?;
-        headers.append(name, value);
+        parts.headers.append(name, value);
     }
-    parts.headers = std::mem::take(headers);
     Ok(Some((parts, length)))
 }
 
@@ -153,17 +149,16 @@ fn parse(bytes: &[u8], headers: &mut HeaderMap) -> Result<Option<(response::Part
 fn framing(head: &response::Parts, method: &Method) -> Result<Framing, Malformed> {
     let bodiless =
         *method == Method::HEAD || matches!(head.status, StatusCode::SWITCHING_PROTOCOLS | StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED);
-    let length = content_length(&head.headers)?;
     let mut codings = head.headers.get_all(TRANSFER_ENCODING).iter();
-    let framing = match (codings.next(), length) {
-        (None, Some(length)) => Framing::Length(length),
-        (None, None) => Framing::UntilClose,
-        (Some(coding), None)
-            if codings.next().is_none() && head.version == Version::HTTP_11 && coding.as_bytes().eq_ignore_ascii_case(b"chunked") =>
-        {
+    let framing = match codings.next() {
+        Some(coding) => {
+            let is_alone = codings.next().is_none() && !head.headers.contains_key(CONTENT_LENGTH) && head.version == Version::HTTP_11;
+            if !is_alone || !coding.as_bytes().eq_ignore_ascii_case(b"chunked") {
+                return Err(Malformed::Coding);
+            }
             Framing::Chunked(Chunked::Size)
         }
-        (Some(_), _) => return Err(Malformed::Coding),
+        None => content_length(&head.headers)?.map_or(Framing::UntilClose, Framing::Length),
     };
     Ok(if bodiless { Framing::Length(0) } else { framing })
 }
@@ -295,7 +290,7 @@ mod tests {
     use bytes::BufMut;
 
     fn head(text: &str, method: Method) -> Result<Option<Head>, Malformed> {
-        read_head(&mut BytesMut::from(text), &method, &mut HeaderMap::new())
+        read_head(&mut BytesMut::from(text), &method)
     }
 
     /// How the head's body is framed, and whether the connection is kept.
@@ -358,13 +353,13 @@ mod tests {
     #[test]
     fn a_head_is_read_once_all_of_it_is_there() {
         let text = "HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\nHTTP/1.1 503 Out of luck\r\ncontent-length: 2\r\nx-two: 1\r\nx-two: 2\r\n\r\n";
-        let (mut bytes, mut headers) = (BytesMut::new(), HeaderMap::new());
+        let mut bytes = BytesMut::new();
         for byte in text.as_bytes() {
-            assert!(read_head(&mut bytes, &Method::POST, &mut headers).unwrap().is_none());
+            assert!(read_head(&mut bytes, &Method::POST).unwrap().is_none());
             bytes.put_u8(*byte);
         }
         bytes.put_slice(b"ok");
-        let Head { parts, framing, .. } = read_head(&mut bytes, &Method::POST, &mut headers).unwrap().unwrap();
+        let Head { parts, framing, .. } = read_head(&mut bytes, &Method::POST).unwrap().unwrap();
         assert_eq!((parts.status, framing, &*bytes), (StatusCode::SERVICE_UNAVAILABLE, Framing::Length(2), b"ok".as_slice()));
         assert_eq!(parts.headers.get_all("x-two").iter().collect::<Vec<_>>(), ["1", "2"]);
         assert!(!parts.headers.contains_key("link"));

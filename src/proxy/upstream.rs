@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use bytes::buf::Chain;
 use bytes::{Buf, Bytes, BytesMut};
-use http::{HeaderMap, HeaderValue, Method, Request, StatusCode, response};
+use http::{HeaderValue, Method, Request, StatusCode, response};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, timeout, timeout_at};
@@ -164,10 +164,8 @@ impl Wire {
         let (parts, payload) = request.into_parts();
         self.unsent = head.chain(payload);
         self.received = false;
-        let mut headers = parts.headers;
-        headers.clear();
         let first_byte = Instant::now().checked_add(waits.first_byte).unwrap_or(waits.total);
-        let answer = std::future::poll_fn(|cx| self.poll_head(cx, &parts.method, &mut headers));
+        let answer = std::future::poll_fn(|cx| self.poll_head(cx, &parts.method));
         match timeout_at(first_byte.min(waits.total), answer).await {
             Err(_) if waits.total <= first_byte => Err(UpstreamError::TotalTimeout),
             Err(_) => Err(UpstreamError::FirstByteTimeout(waits.first_byte)),
@@ -178,11 +176,11 @@ impl Wire {
         }
     }
 
-    fn poll_head(&mut self, cx: &mut Context<'_>, method: &Method, headers: &mut HeaderMap) -> Poll<Result<Head, UpstreamError>> {
+    fn poll_head(&mut self, cx: &mut Context<'_>, method: &Method) -> Poll<Result<Head, UpstreamError>> {
         // A backend may answer, and close, before it has read everything: what it says counts for more than that it does not listen.
         let deaf = self.send(cx).err();
         loop {
-            if let Some(head) = http1::read_head(&mut self.bytes, method, headers)? {
+            if let Some(head) = http1::read_head(&mut self.bytes, method)? {
                 return Poll::Ready(Ok(head));
             }
             if let Err(error) = ready!(self.poll_fill(cx)) {
@@ -266,11 +264,13 @@ impl AnswerBody {
     pub fn poll_chunk(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Bytes, UpstreamError>>> {
         let mut merged = BytesMut::new();
         let Some(wire) = &mut self.wire else { return Poll::Ready(self.failure.take().map(Err)) };
+        let mut beat = self.beat.as_ref();
         let ended = loop {
             match self.framing.next(&mut wire.bytes) {
                 Ok(Next::Body(length)) => {
+                    // What is read together came together.
                     if !wire.bytes.starts_with(b":")
-                        && let Some(beat) = &self.beat
+                        && let Some(beat) = beat.take()
                     {
                         beat.sign();
                     }
