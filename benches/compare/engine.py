@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""What the order is worth on a real engine: one workload through each gateway to the same pair of llama.cpp servers, time to the first and last token.
+"""What the order is worth on a real engine: one workload through each gateway to a pair of llama.cpp servers, time to the first and last token.
 
-    python3 benches/compare/engine.py                   about 12 minutes on two cores
-    python3 benches/compare/engine.py --vllm http://127.0.0.1:8001 http://127.0.0.1:8002 --model NAME --eos ID
-                                                        the same through vLLM servers that run already, which end an answer with token ID
+    python3 benches/compare/engine.py                   about 10 minutes on two cores
+    python3 benches/compare/engine.py --vllm http://127.0.0.1:8001 http://127.0.0.1:8002 --gateways headway --model NAME --eos ID
+                                                        the same through vLLM servers that run already, two for each gateway, which end an answer with token ID
 
 Needs what run.py needs, and the Python packages of tests/clients/requirements.txt (xllamacpp, gguf), which are installed into target/venv if they are
 not there. Writes engine.json and engine.md into target/compare.
 
 The servers run a llama model with random weights, so what they say has nothing to do with the prompt. The prompts are those of examples/demo_prompts.jsonl,
 and each answer is as long as the real model's was (a part of it, `--scale`): `n_predict` tells llama.cpp, `max_tokens` is the same large number in every
-request, so that no gateway is told. vLLM is told by `min_tokens` and a `logit_bias` for the token that ends an answer. Arrivals come in bursts, the same moments for all. The first third of the requests is not counted: caches fill, and
-Headway, which starts knowing nothing of answer lengths, learns them as it would in its first minutes.
+request, so that no gateway is told. vLLM is told by `min_tokens` and a `logit_bias` for the token that ends an answer. Arrivals come in bursts.
+
+A server's speed changes from minute to minute on a shared machine, by more than gateways differ. So all gateways work at the same time, each before a pair of
+servers of its own, and get the same requests at the same moments; in each round they meet other pairs. The first third of a round is not counted: caches fill,
+and Headway, which starts knowing nothing of answer lengths, learns them as it would in its first minutes.
 """
 
 import argparse
@@ -32,6 +35,8 @@ import run
 CLIENTS = peers.ROOT / "tests" / "clients"
 VENV = peers.ROOT / "target" / "venv"
 PROMPTS = peers.ROOT / "examples" / "demo_prompts.jsonl"
+# Requests whose mean is one value in a bootstrap: about a burst.
+BLOCK = 40
 MODEL = "toy"
 
 
@@ -118,8 +123,9 @@ def python():
 
 
 def llama_cpp(tokens):
-    # With `cache_prompt` an engine would be faster each time it sees a prompt again, so that whoever has the later turn wins.
-    return {"max_tokens": 4096, "n_predict": tokens, "cache_prompt": False}
+    # A grammar of one letter, which is a token of its own, as often as is wanted and then nothing: so the answer ends by itself, as a real one does, and not by a
+    # limit. The end is a token too. The model's tokenizer has bytes as its first tokens. With `cache_prompt` an engine would be faster each time it sees a prompt again.
+    return {"max_tokens": 4096, "grammar": f'root ::= "a"{{{tokens - 1}}}', "logit_bias": {str(ord("a")): 100}, "cache_prompt": False}
 
 
 def vllm(eos):
@@ -132,22 +138,22 @@ def body(model, prompt, length):
     return json.dumps(content | length).encode()
 
 
-def workload(count, scale, model, length_of):
-    """Requests and lengths, the same ones in every call."""
+def workload(number, count, scale, model, length_of):
+    """Requests and lengths of a round, the same ones in every call."""
     rows = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
-    chosen = random.Random(1).sample(rows, min(count, len(rows)))
+    chosen = random.Random(number).choices(rows, k=count)
     lengths = [max(2, round(row["output_tokens"] * scale)) for row in chosen]
     return [body(model, row["prompt"], length_of(length)) for row, length in zip(chosen, lengths)], lengths
 
 
-def bursts(count, rate):
-    """Moments of arrival in seconds: 4 s three times as dense as the 8 s after them, `rate` a second on the whole."""
-    random_ = random.Random(2)
-    moments, at = [], 0.0
+def bursts(number, count, rate):
+    """Moments of arrival in seconds: of every 20 s the first 5 at random, then none; `rate` a second on the whole. What has come then is more than the slots, however
+    fast the servers are at the moment, and is done with before the next ones come."""
+    random_ = random.Random(1000 + number)
+    moments, dense = [], 0.0
     for _ in range(count):
-        dense = at % 12 < 4
-        at += random_.expovariate(rate * (1.8 if dense else 0.6))
-        moments.append(at)
+        dense += random_.expovariate(4 * rate)
+        moments.append(20 * (dense // 5) + dense % 5)
     return moments
 
 
@@ -161,47 +167,78 @@ def tokens_of(tail):
     return None
 
 
-def one(wire, gateway, urls, model, hello, bodies, lengths, schedule, directory):
-    peer = gateway(urls, model, directory)
+def together(wire, pairs, missing, servers, model, hello, bodies, lengths, schedule, directory):
+    """One round: each gateway before the pair of servers that `pairs` gives it, all at the same time. Milliseconds of the requests that count, and what the servers
+    of each took of the machine for a token."""
+    running, results = {}, {}
     try:
-        peer.wait(hello)
+        for name, urls in pairs.items():
+            try:
+                running[name] = GATEWAYS[name](urls, model, directory).wait(hello)
+            except peers.Missing as error:
+                missing[name] = str(error)
+                print(f"{name} is left out: {error}", flush=True)
         options = [*load_options(wire, bodies, len(bodies)), "schedule", schedule, "each", 1]
-        cpu, busy, start = peers.Cpu(peer.processes()), run.busy_seconds(), time.monotonic()
-        result = json.loads(wire.spawn("load", peer.address, *options, stdout=subprocess.PIPE, text=True).communicate()[0])
-        failed = sum(result["failed"].values())
-        wrong = sum(tokens_of(tail) != lengths[number] for number, _, _, tail in result["each"])
-        skip = len(bodies) // 3
-        counted = [row for row in result["each"] if row[0] >= skip]
-        return {
-            "ttft": [row[1] / 1e6 for row in counted], "ttlt": [row[2] / 1e6 for row in counted],
-            "failed": failed, "wrong_length": wrong, "seconds": result["seconds"], "cpu": cpu.seconds(), "cores": (run.busy_seconds() - busy) / (time.monotonic() - start), "why": result["failed"],
-        }  # fmt: skip
+        busy, start = run.busy_seconds(), time.monotonic()
+        used = {name: peers.Cpu(peer.processes()) for name, peer in running.items()}
+        engines = {name: peers.Cpu([servers[url].pid for url in pairs[name] if url in servers]) for name in running}
+        loads = {name: wire.spawn("load", peer.address, *options, stdout=subprocess.PIPE, text=True) for name, peer in running.items()}
+        for name, load in loads.items():
+            result = json.loads(load.communicate()[0])
+            results[name] = {
+                "ttft": [row[1] / 1e6 for row in result["each"] if row[0] >= len(bodies) // 3], "ttlt": [row[2] / 1e6 for row in result["each"] if row[0] >= len(bodies) // 3],
+                "number": [row[0] for row in result["each"] if row[0] >= len(bodies) // 3], "failed": sum(result["failed"].values()), "why": result["failed"],
+                "wrong_length": sum(tokens_of(tail) != lengths[number] for number, _, _, tail in result["each"]), "seconds": result["seconds"],
+            }  # fmt: skip
+        cores = (run.busy_seconds() - busy) / (time.monotonic() - start)
+        for name, result in results.items():
+            result |= {"cpu": used[name].seconds(), "engine_us_per_token": engines[name].seconds() * 1e6 / sum(lengths), "cores": cores}
+        return results
     finally:
-        peer.stop()
+        for peer in running.values():
+            peer.stop()
 
 
-def summary(values):
+def at(values, share):
     values = sorted(values)
-    at = lambda share: values[min(len(values) - 1, int(len(values) * share))]
-    return {"mean": statistics.fmean(values), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99)}
+    return values[min(len(values) - 1, int(len(values) * share))]
+
+
+def blocks(runs, which):
+    """Means of `BLOCK` requests that followed one another."""
+    found = []
+    for result in runs:
+        values = [value for _, value in sorted(zip(result["number"], result[which]))]
+        found += [statistics.fmean(values[start : start + BLOCK]) for start in range(0, len(values) - BLOCK + 1, BLOCK)]
+    return found
+
+
+def to_first(ours, base):
+    """The mean over that of the first gateway, and the middle 95 % of a bootstrap over blocks, which are drawn in pairs."""
+    pairs = list(zip(ours, base))
+    ratio = lambda chosen: sum(mine for mine, _ in chosen) / sum(theirs for _, theirs in chosen)
+    random_ = random.Random(3)
+    drawn = [ratio(random_.choices(pairs, k=len(pairs))) for _ in range(4000)]
+    return ratio(pairs), at(drawn, 0.025), at(drawn, 0.975)
 
 
 def markdown(found):
     text = [f"{found['machine']['cpu']}, {found['machine']['cores']} cores; {found['what']}", ""]
+    first = next(iter(found["runs"]))
     for which, title in (("ttft", "to the first token"), ("ttlt", "to the last token")):
-        text += [f"| {title}, s | mean (min..max of repeats) | to nginx | p50 | p90 | p99 | failed | wrong length | cores busy in all |", "|---|---|---|---|---|---|---|---|---|"]
-        base = None
+        text += [f"| {title}, s | mean (of each round) | to {first} (95 %) | p50 | p90 | p99 | failed | wrong length |", "|---|---|---|---|---|---|---|---|"]
+        base = blocks(found["runs"][first], which)
         for name, runs in found["runs"].items():
-            each = [summary(run_[which]) for run_ in runs if run_[which]]
-            if not each:
-                text.append(f"| {name} | no answers | | | | | {sum(run_['failed'] for run_ in runs)} | | |")
+            failed, wrong = (sum(result[key] for result in runs) for key in ("failed", "wrong_length"))
+            every = [value for result in runs for value in result[which]]
+            ours = blocks(runs, which)
+            if len(ours) < len(base) or not base:
+                text.append(f"| {name} | {len(every)} answers that count | | | | | {failed} | {wrong} |")
                 continue
-            middle = {key: statistics.median(row[key] for row in each) for key in each[0]}
-            means = [row["mean"] for row in each]
-            base = base or middle["mean"]
+            ratio, low, high = to_first(ours, base)
+            rounds = ", ".join(f"{statistics.fmean(result[which]):.2f}" for result in runs)
             text.append(
-                f"| {name} | {middle['mean']:.2f} ({min(means):.2f}..{max(means):.2f}) | {middle['mean'] / base:.2f} x | {middle['p50']:.2f} | {middle['p90']:.2f} | {middle['p99']:.2f}"
-                f" | {sum(run_['failed'] for run_ in runs)} | {sum(run_['wrong_length'] for run_ in runs)} | {statistics.median(run_['cores'] for run_ in runs):.2f} |"
+                f"| {name} | {statistics.fmean(every):.2f} ({rounds}) | {ratio:.2f} x ({low:.2f} to {high:.2f}) | {at(every, 0.5):.2f} | {at(every, 0.9):.2f} | {at(every, 0.99):.2f} | {failed} | {wrong} |"
             )
         text.append("")
     return "\n".join(text)
@@ -209,96 +246,92 @@ def markdown(found):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gateways", nargs="+", default=list(GATEWAYS), choices=list(GATEWAYS))
-    parser.add_argument("--requests", type=int, default=240)
+    # Envoy does as nginx does here, and two more servers are less of a core for each.
+    parser.add_argument("--gateways", nargs="+", default=[name for name in GATEWAYS if name != "envoy"], choices=list(GATEWAYS))
+    parser.add_argument("--requests", type=int, default=400, help="of a round")
     parser.add_argument("--scale", type=float, default=0.4, help="of the real answers' lengths")
-    parser.add_argument("--share", type=float, default=0.3, help="of a core that each server may use")
-    parser.add_argument("--load", type=float, default=0.9, help="of what the two servers can do, as measured at the start")
+    parser.add_argument("--share", type=float, default=0.12, help="of a core that each server may use")
+    parser.add_argument("--load", type=float, default=0.6, help="of what two servers can do, as measured at the start")
     parser.add_argument("--rate", type=float, help="requests a second, instead of --load")
     parser.add_argument("--slots", type=int, default=4, help="of each server")
     parser.add_argument("--hidden", type=int, default=128, help="width of the model")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--vllm", nargs="+", metavar="URL", help="servers that run already, instead of two of llama.cpp")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vllm", nargs="+", metavar="URL", help="servers that run already, two for each gateway, instead of llama.cpp")
     parser.add_argument("--model", default=MODEL, help="that they serve")
     parser.add_argument("--eos", type=int, help="the token that ends their answers")
     parser.add_argument("--out", type=Path, default=peers.CACHE)
     options = parser.parse_args()
+    names = options.gateways
     if options.vllm and options.eos is None:
         parser.error("--vllm needs --eos, the id of the token that ends an answer")
+    if options.vllm and len(options.vllm) != 2 * len(names):
+        parser.error(f"--vllm needs two servers for each of {len(names)} gateways, not {len(options.vllm)} in all")
     options.out.mkdir(parents=True, exist_ok=True)
     length_of = vllm(options.eos) if options.vllm else llama_cpp
     hello = body(options.model, "hello", length_of(2))
-    bodies, lengths = workload(options.requests, options.scale, options.model, length_of)
-    runs, about, missing = {name: [] for name in options.gateways}, {}, {}
-    servers, throttle = [], Throttle(options.share)
+    runs, missing, every_length = {name: [] for name in names}, {}, []
+    servers, throttle = {}, Throttle(options.share)
     with tempfile.TemporaryDirectory(prefix="compare-engine-") as directory:
         wire = run.Wire(directory, None)
         try:
-            urls = options.vllm or start(servers, options, Path(directory) / "model.gguf")
+            urls = options.vllm or start(servers, 2 * len(names), options, Path(directory) / "model.gguf")
             for url in urls:
                 wait_healthy(url)
-            held = "as they run" if options.vllm else hold(throttle, servers)
+            held = "as they run" if options.vllm else hold(throttle, servers.values())
             rate = options.rate
             if not rate:
-                # One after the other would flatter two servers that share cores with the gateway and the load.
-                both = [wire.spawn("load", url.removeprefix("http://"), *load_options(wire, bodies, options.slots), "seconds", 12, stdout=subprocess.PIPE, text=True) for url in urls]
-                done = [json.loads(process.communicate()[0]) for process in both]
-                most = sum(result["ok"] / result["seconds"] for result in done)
+                # One after the other would flatter servers that share cores with each other, the gateways and the load.
+                bodies, lengths = workload(0, options.requests, options.scale, options.model, length_of)
+                options_of_all = [*load_options(wire, bodies, options.slots), "seconds", 20, "each", 1]
+                every = [wire.spawn("load", url.removeprefix("http://"), *options_of_all, stdout=subprocess.PIPE, text=True) for url in urls]
+                done = [json.loads(process.communicate()[0]) for process in every]
+                # By tokens: the long answers are those that are not complete at the end.
+                tokens = sum(lengths[row[0] % len(lengths)] / result["seconds"] for result in done for row in result["each"])
+                most = tokens / statistics.fmean(lengths) / len(names)
                 rate = most * options.load
-                print(f"the servers complete {most:.2f} requests/s; {rate:.2f} arrive", flush=True)
+                print(f"two servers complete {most:.2f} requests/s; {rate:.2f} arrive at each gateway", flush=True)
             schedule = Path(directory) / "schedule"
-            moments = bursts(len(bodies), rate)
-            schedule.write_text("".join(f"{moment:.6f}\n" for moment in moments))
-            for repeat in range(options.repeats):
-                # Another order in each repeat: whatever comes and goes on the machine does not always meet the same ones.
-                turn = repeat % len(options.gateways)
-                for name in options.gateways[turn:] + options.gateways[:turn]:
-                    if name in missing:
-                        continue
-                    gateway = GATEWAYS[name]
-                    try:
-                        result = one(wire, gateway, urls, options.model, hello, bodies, lengths, schedule, directory)
-                    except peers.Missing as error:
-                        missing[name] = str(error)
-                        print(f"{name} is left out: {error}", flush=True)
-                        continue
-                    about[name] = gateway.settings
+            for number in range(options.rounds):
+                bodies, lengths = workload(number, options.requests, options.scale, options.model, length_of)
+                schedule.write_text("".join(f"{moment:.6f}\n" for moment in bursts(number, len(bodies), rate)))
+                every_length += lengths
+                places = [(at + number) % len(names) for at in range(len(names))]
+                pairs = {name: urls[2 * place : 2 * place + 2] for name, place in zip(names, places) if name not in missing}
+                for name, result in together(wire, pairs, missing, servers, options.model, hello, bodies, lengths, schedule, directory).items():
                     runs[name].append(result)
-                    if result["ttft"]:
-                        first, last = summary(result["ttft"]), summary(result["ttlt"])
-                        print(
-                            f"{name:12} first token mean {first['mean']:6.2f} p50 {first['p50']:6.2f} p99 {first['p99']:6.2f}  last token mean {last['mean']:6.2f} p50 {last['p50']:6.2f} p99 {last['p99']:6.2f}"
-                            f"  {result['seconds']:.0f} s, CPU {result['cpu']:.2f} s, all cores {result['cores']:.2f} busy, failed {result['why'] or 0}, wrong length {result['wrong_length']}",
-                            flush=True,
-                        )
-                    else:
-                        print(f"{name}: no answers: {result['why']}", flush=True)
+                    means = [statistics.fmean(result[which] or [float("nan")]) for which in ("ttft", "ttlt")]
+                    print(
+                        f"round {number} {name:12} mean to the first token {means[0]:6.2f}, to the last {means[1]:6.2f}  {result['seconds']:.0f} s, CPU {result['cpu']:.2f} s,"
+                        f" all cores {result['cores']:.2f} busy, its engines {result['engine_us_per_token']:.0f} us a token, failed {result['why'] or 0}, wrong length {result['wrong_length']}",
+                        flush=True,
+                    )
         finally:
-            for server in servers:
+            for server in servers.values():
                 server.terminate()
                 server.wait()
             throttle.end()
-    engines = f"{len(urls)} vLLM servers" if options.vllm else f"two llama.cpp servers, model of {options.layers} layers and width {options.hidden}"
+    engines = "two vLLM servers" if options.vllm else f"two llama.cpp servers, model of {options.layers} layers and width {options.hidden}"
     what = (
-        f"{engines}, {options.slots} slots each, {held}; {len(bodies)} requests at {rate:.2f}/s over {moments[-1]:.0f} s,"
-        f" answers of {statistics.fmean(lengths):.0f} tokens on average, {max(lengths)} at most; the last {len(bodies) - len(bodies) // 3} counted; {options.repeats} interleaved repeats, medians."
+        f"each gateway before {engines}, {options.slots} slots each, {held}; {options.rounds} rounds of {options.requests} requests at {rate:.2f}/s, answers of"
+        f" {statistics.fmean(every_length):.0f} tokens on average, {max(every_length)} at most; the last two thirds of each round counted, all together."
     )
-    found = {"machine": run.machine(), "what": what, "settings": about, "missing": missing, "runs": runs}
+    settings = {name: GATEWAYS[name].settings for name in names if name not in missing}
+    found = {"machine": run.machine(), "what": what, "settings": settings, "missing": missing, "runs": {name: results for name, results in runs.items() if results}}
     (options.out / "engine.json").write_text(json.dumps(found))
     text = markdown(found)
     (options.out / "engine.md").write_text(text)
     print("\n" + text)
 
 
-def start(servers, options, model):
-    """Starts two llama.cpp servers; their addresses."""
+def start(servers, count, options, model):
+    """Starts llama.cpp servers, by their addresses in `servers`."""
     subprocess.run([python(), CLIENTS / "toy_gguf.py", model, str(options.hidden), str(options.layers)], check=True, stdout=subprocess.DEVNULL)
-    ports = [peers.free_port() for _ in range(2)]
-    for port in ports:
+    for _ in range(count):
+        port = peers.free_port()
         command = [python(), __file__, "serve", model, port, options.slots, 4096]
-        servers.append(subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-    return [f"http://127.0.0.1:{port}" for port in ports]
+        servers[f"http://127.0.0.1:{port}"] = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return list(servers)
 
 
 def hold(throttle, servers):
