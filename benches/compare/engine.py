@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the order is worth on a real engine: one workload through each gateway to a pair of llama.cpp servers, time to the first and last token.
 
-    python3 benches/compare/engine.py                   about 10 minutes on two cores
+    python3 benches/compare/engine.py                   about 12 minutes on two cores
     python3 benches/compare/engine.py --vllm http://127.0.0.1:8001 http://127.0.0.1:8002 --gateways headway --model NAME --eos ID
                                                         the same through vLLM servers that run already, two for each gateway, which end an answer with token ID
 
@@ -9,7 +9,7 @@ Needs what run.py needs, and the Python packages of tests/clients/requirements.t
 not there. Writes engine.json and engine.md into target/compare.
 
 The servers run a llama model with random weights, so what they say has nothing to do with the prompt. The prompts are those of examples/demo_prompts.jsonl,
-and each answer is as long as the real model's was (a part of it, `--scale`): `n_predict` tells llama.cpp, `max_tokens` is the same large number in every
+and each answer is as long as the real model's was (a part of it, `--scale`): a grammar tells llama.cpp, `max_tokens` is the same large number in every
 request, so that no gateway is told. vLLM is told by `min_tokens` and a `logit_bias` for the token that ends an answer. Arrivals come in bursts.
 
 A server's speed changes from minute to minute on a shared machine, by more than gateways differ. So all gateways work at the same time, each before a pair of
@@ -168,7 +168,7 @@ def tokens_of(tail):
 
 
 def together(wire, pairs, missing, servers, model, hello, bodies, lengths, schedule, directory):
-    """One round: each gateway before the pair of servers that `pairs` gives it, all at the same time. Milliseconds of the requests that count, and what the servers
+    """One round: each gateway before the pair of servers that `pairs` gives it, all at the same time. Seconds of the requests that count, and what the servers
     of each took of the machine for a token."""
     running, results = {}, {}
     try:
@@ -205,17 +205,17 @@ def at(values, share):
 
 
 def blocks(runs, which):
-    """Means of `BLOCK` requests that followed one another."""
-    found = []
-    for result in runs:
-        values = [value for _, value in sorted(zip(result["number"], result[which]))]
-        found += [statistics.fmean(values[start : start + BLOCK]) for start in range(0, len(values) - BLOCK + 1, BLOCK)]
-    return found
+    """Means of requests that arrived after one another, `BLOCK` at a time, by round and block."""
+    found = {}
+    for number, result in enumerate(runs):
+        for request, value in zip(result["number"], result[which]):
+            found.setdefault((number, request // BLOCK), []).append(value)
+    return {block: statistics.fmean(values) for block, values in found.items()}
 
 
 def to_first(ours, base):
     """The mean over that of the first gateway, and the middle 95 % of a bootstrap over blocks, which are drawn in pairs."""
-    pairs = list(zip(ours, base))
+    pairs = [(ours[block], base[block]) for block in base if block in ours]
     ratio = lambda chosen: sum(mine for mine, _ in chosen) / sum(theirs for _, theirs in chosen)
     random_ = random.Random(3)
     drawn = [ratio(random_.choices(pairs, k=len(pairs))) for _ in range(4000)]
@@ -231,12 +231,11 @@ def markdown(found):
         for name, runs in found["runs"].items():
             failed, wrong = (sum(result[key] for result in runs) for key in ("failed", "wrong_length"))
             every = [value for result in runs for value in result[which]]
-            ours = blocks(runs, which)
-            if len(ours) < len(base) or not base:
-                text.append(f"| {name} | {len(every)} answers that count | | | | | {failed} | {wrong} |")
+            if not every or not base:
+                text.append(f"| {name} | no answers that count | | | | | {failed} | {wrong} |")
                 continue
-            ratio, low, high = to_first(ours, base)
-            rounds = ", ".join(f"{statistics.fmean(result[which]):.2f}" for result in runs)
+            ratio, low, high = to_first(blocks(runs, which), base)
+            rounds = ", ".join(f"{statistics.fmean(result[which] or [float('nan')]):.2f}" for result in runs)
             text.append(
                 f"| {name} | {statistics.fmean(every):.2f} ({rounds}) | {ratio:.2f} x ({low:.2f} to {high:.2f}) | {at(every, 0.5):.2f} | {at(every, 0.9):.2f} | {at(every, 0.99):.2f} | {failed} | {wrong} |"
             )
