@@ -300,9 +300,10 @@ def main():
                 for name, result in together(wire, pairs, missing, servers, options.model, hello, bodies, lengths, schedule, directory).items():
                     runs[name].append(result)
                     means = [statistics.fmean(result[which] or [float("nan")]) for which in ("ttft", "ttlt")]
+                    engines = f" its engines {result['engine_us_per_token']:.0f} us a token," if servers else ""
                     print(
                         f"round {number} {name:12} mean to the first token {means[0]:6.2f}, to the last {means[1]:6.2f}  {result['seconds']:.0f} s, CPU {result['cpu']:.2f} s,"
-                        f" all cores {result['cores']:.2f} busy, its engines {result['engine_us_per_token']:.0f} us a token, failed {result['why'] or 0}, wrong length {result['wrong_length']}",
+                        f" all cores {result['cores']:.2f} busy,{engines} failed {result['why'] or 0}, wrong length {result['wrong_length']}",
                         flush=True,
                     )
         finally:
