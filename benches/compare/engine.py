@@ -185,9 +185,10 @@ def together(wire, pairs, missing, servers, model, hello, bodies, lengths, sched
         loads = {name: wire.spawn("load", peer.address, *options, stdout=subprocess.PIPE, text=True) for name, peer in running.items()}
         for name, load in loads.items():
             result = json.loads(load.communicate()[0])
+            counted = [row for row in result["each"] if row[0] >= len(bodies) // 3]
             results[name] = {
-                "ttft": [row[1] / 1e6 for row in result["each"] if row[0] >= len(bodies) // 3], "ttlt": [row[2] / 1e6 for row in result["each"] if row[0] >= len(bodies) // 3],
-                "number": [row[0] for row in result["each"] if row[0] >= len(bodies) // 3], "failed": sum(result["failed"].values()), "why": result["failed"],
+                "number": [row[0] for row in counted], "ttft": [row[1] / 1e6 for row in counted], "ttlt": [row[2] / 1e6 for row in counted],
+                "failed": sum(result["failed"].values()), "why": result["failed"],
                 "wrong_length": sum(tokens_of(tail) != lengths[number] for number, _, _, tail in result["each"]), "seconds": result["seconds"],
             }  # fmt: skip
         cores = (run.busy_seconds() - busy) / (time.monotonic() - start)
@@ -266,6 +267,8 @@ def main():
         parser.error("--vllm needs --eos, the id of the token that ends an answer")
     if options.vllm and len(options.vllm) != 2 * len(names):
         parser.error(f"--vllm needs two servers for each of {len(names)} gateways, not {len(options.vllm)} in all")
+    # So that gateways and servers end with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to stop"))
     options.out.mkdir(parents=True, exist_ok=True)
     length_of = vllm(options.eos) if options.vllm else llama_cpp
     hello = body(options.model, "hello", length_of(2))
@@ -295,8 +298,8 @@ def main():
                 bodies, lengths = workload(number, options.requests, options.scale, options.model, length_of)
                 schedule.write_text("".join(f"{moment:.6f}\n" for moment in bursts(number, len(bodies), rate)))
                 every_length += lengths
-                places = [(at + number) % len(names) for at in range(len(names))]
-                pairs = {name: urls[2 * place : 2 * place + 2] for name, place in zip(names, places) if name not in missing}
+                turned = names[number % len(names) :] + names[: number % len(names)]
+                pairs = {name: urls[2 * place : 2 * place + 2] for place, name in enumerate(turned) if name not in missing}
                 for name, result in together(wire, pairs, missing, servers, options.model, hello, bodies, lengths, schedule, directory).items():
                     runs[name].append(result)
                     means = [statistics.fmean(result[which] or [float("nan")]) for which in ("ttft", "ttlt")]
